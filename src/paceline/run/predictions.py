@@ -212,9 +212,8 @@ class _Npz:
         rows = len(columns["row"])
         for name, values in columns.items():
             array = np.asarray(values)
-            if (
-                array.dtype.kind == "U"
-            ):  # give every string the maximum width, because later batches may have longer strings
+            # give every string the maximum width, because later batches may have longer strings
+            if array.dtype.kind == "U":
                 if max(map(len, array.ravel().tolist()), default=0) > _TEXT:
                     raise RunError(
                         "predict.text_too_long",

@@ -1,8 +1,8 @@
-"""The dry run of a plan in one process, and the preflight before ranks start.
+"""Dry run of a plan in one process, and the preflight check before ranks start.
 
-The preflight checks in a separate process that the plan can split a job's model and batches. A success is kept in the
-user's cache, so that the same job is checked only once. A refusal is not kept, because code that the job does not name
-may have changed since. Read `dry_run.py` first, then `preflight.py`.
+The preflight checks in a separate process that the plan can divide a job's model and batches. The user's cache records
+a success, so the same job is checked only once. A refusal is not recorded, because a later change of the user's code
+may remove its cause. Read `dry_run.py` first, then `preflight.py`.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ _FOLDER = "preflight"
 
 
 def refuse_what_cannot_divide(job: Job, plan: Plan, cluster: Cluster, world: int | None = None) -> None:
-    """Return if shapes and a few samples show no reason against starting ranks.
+    """Check with shapes and a few samples that the plan can run, before ranks start.
 
-    A plan that does not divide the model is not checked, except for losses that users or models define.
+    A plan that does not divide the model is only checked if the user or the model defines the loss.
 
     Args:
-        world: number of ranks that have already started; a proposed plan must use all of them.
+        world: number of ranks that have already started; the plan that an error proposes uses all of them.
 
     Raises:
-        PlanError: the plan cannot divide the job's model, or would train another loss; every reason, and the nearest
-            plan that works.
-        LaunchError: the model cannot compute a batch, whatever the plan.
+        PlanError: the plan cannot divide the job's model, or would train another loss. The message lists every reason,
+            and the nearest plan that works.
+        LaunchError: the model cannot compute a batch under any plan.
         SystemExit: 130 or 143, after SIGINT or SIGTERM.
     """
     if not plan.splits and not loss_is_tried(job, plan):
@@ -48,23 +48,24 @@ def refuse_what_cannot_divide(job: Job, plan: Plan, cluster: Cluster, world: int
     if (refusal := _asked(job, plan, cluster, world)) is not None:
         problems = [PlanProblem.of_parts(*parts) for parts in refusal.problems]
         raise PlanError.of_problems(problems, nearest=refusal.nearest)
-    with suppress(OSError):  # the cache cannot be written: the next start checks again
+    with suppress(OSError):  # if the cache cannot be written, the next start checks again
         made_cache_folder(_FOLDER)
         known.touch(mode=0o600)
 
 
 @dataclass(frozen=True)
 class _Refusal:
-    """A refusal as sent between processes; each problem is a code, template and fields."""
+    """A refusal in the form sent between processes: each problem is (code, template, fields)."""
 
     problems: list[tuple[str, str, dict[str, Any]]]
     nearest: Plan | None
 
 
 def _asked(job: Job, plan: Plan, cluster: Cluster, world: int | None) -> _Refusal | None:
-    """Return the result of the checking process.
+    """Check the plan in another process, and return its refusal.
 
-    None if the plan can start, or the process could not decide; then the ranks will report.
+    Returns None if the plan can start. If the check itself fails, the result is None as well, and the ranks report the
+    problem.
     """
     here = discover() if cluster.emulate is not None else cluster
     try:
@@ -85,9 +86,9 @@ def _refusal(question: tuple[Job, Plan, Cluster, int | None]) -> _Refusal | None
 
 
 def kept_file(job: Job, plan: Plan) -> Path:
-    """Return the file whose presence means that the plan can start.
+    """Return the cache file that records a passed check.
 
-    Its name is a digest of the work, the plan and all code that is known to affect them.
+    The file's name is a digest of the job, the plan and the code that affects the result.
     """
     values = job.model_dump(mode="json", include=set(WORK))
     key = {
@@ -101,7 +102,10 @@ def kept_file(job: Job, plan: Plan) -> Path:
 
 
 def _newest_source() -> int:
-    """Return the time of paceline's last edit in ns, for installs from a working tree."""
+    """Return the newest modification time of paceline's source files, in ns.
+
+    It changes when a developer edits paceline.
+    """
     return max(file.stat().st_mtime_ns for file in Path(__file__).parents[2].rglob("*.py"))
 
 

@@ -1,8 +1,8 @@
 """Dry run of a plan: one step of every pipeline stage, without memory or peers.
 
-The code that divides the model and the engine are the same as in a run. But tensors are PyTorch's `FakeTensor`s, which
-have only shapes, and the process group is PyTorch's `fake` one, which sends nothing. So one process can check a plan
-for thousands of ranks.
+The dry run uses the same engine, and the same code to divide the model, as a run. Tensors are PyTorch's `FakeTensor`s,
+which have only shapes. The process group is PyTorch's `fake` backend, which sends nothing. So one process can check a
+plan for thousands of ranks.
 """
 
 from __future__ import annotations
@@ -59,14 +59,14 @@ from paceline.split.layout import StateBytes, predicted_bytes
 from paceline.split.mesh import Mesh
 
 DEVICES_PER_HOST = 8
-_BEYOND_ANY = 2**60  # bytes, because the memory of the devices is unknown
+_BEYOND_ANY = 2**60  # memory of an imaginary device in bytes: large enough for any plan
 _WITHOUT_VALUES = (DynamicOutputShapeException, UnsupportedOperatorException, NotImplementedError)
 
 
 class StepFailed(PlanError):
-    """A step without memory raised an error that is not a `PacelineError`.
+    """Raised if a dry-run step fails with an error other than `PacelineError`.
 
-    The cause is an error in the divided model's code, or code that cannot run on tensors without values.
+    Either the divided model's code has an error, or the code cannot run on tensors without values.
     """
 
 
@@ -74,18 +74,18 @@ class StepFailed(PlanError):
 class StageDryRun:
     """Result of a dry run for the ranks of one pipeline stage.
 
-    Without a pipeline there is one stage, with all ranks.
+    Without a pipeline, there is one stage with all ranks.
 
     Attributes:
-        stage: 0-based.
-        rank: the rank whose step was tried.
-        report: how the model was divided, a line each.
-        state: bytes that are kept from step to step.
-        peak_bytes: peak of state and activations in a step, without the workspace of a device's kernels.
-        sent_bytes: bytes sent by each rank in a step, along each axis of the mesh, without the gradient norm and other
-            single numbers.
-        asked: types of modules whose code read tensor values, and got False or 1.
-        stopped_by: why the step could not be completed, or None.
+        stage: index of the stage, 0-based.
+        rank: the rank whose step was dry-run.
+        report: lines that describe how the model was divided.
+        state: bytes of parameters, gradients and optimizer state.
+        peak_bytes: peak bytes of state and activations in a step, without kernel workspaces.
+        sent_bytes: bytes that each rank sends per step, by mesh axis; single numbers, such as the gradient norm, are
+            not counted.
+        asked: types of modules whose code read tensor values; they got False or 1 instead.
+        stopped_by: reason why the step could not be completed; None if it was.
     """
 
     stage: int
@@ -100,13 +100,13 @@ class StageDryRun:
 
 @dataclass
 class DryRun:
-    """Result of a dry run of a plan that can run.
+    """Result of a successful dry run.
 
     Attributes:
         plan: the requested plan.
-        stages: one for each pipeline stage.
-        notes: differences between the dry run and a real one, a sentence each.
-        seconds, memory_bytes: time and memory of the dry run itself; the memory is the peak of this process.
+        stages: one result per pipeline stage.
+        notes: sentences about differences between the dry run and a real run.
+        seconds, memory_bytes: duration of the dry run, and peak memory of this process.
     """
 
     plan: Plan
@@ -120,7 +120,7 @@ def run_dry(job: Job, plan: Plan, say: Callable[[str], object] = str) -> DryRun:
     """Dry-run one step of a plan on `DEVICES_PER_HOST` imaginary devices per host.
 
     Args:
-        say: called with the name of each phase.
+        say: function that is called with the name of each phase.
 
     Raises:
         PlanError: the plan cannot run; the message lists every reason.
@@ -138,14 +138,14 @@ def run_dry(job: Job, plan: Plan, say: Callable[[str], object] = str) -> DryRun:
             say(f"trying a step of stage {stage + 1} of {plan.pp}" if plan.pp > 1 else "trying a step")
             found.stages.append(dry_run_stage(job, dry_plan, data, stage))
     found.seconds = time.monotonic() - started
-    found.memory_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in KiB
+    found.memory_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux reports KiB
     return found
 
 
 def _cluster_for(plan: Plan) -> Cluster:
-    """Return a cluster with one device for each rank of the plan.
+    """Return a cluster with one device per rank of the plan.
 
-    Plans that name a transport are for CPUs, and all others can run on GPUs.
+    The devices are CPUs if the plan names a transport, and GPUs otherwise.
     """
     gpus = tuple(Device(index=i, name="device", memory_bytes=_BEYOND_ANY) for i in range(DEVICES_PER_HOST))
     hosts: list[Host] = []
@@ -157,7 +157,7 @@ def _cluster_for(plan: Plan) -> Cluster:
 
 
 def for_dry_run(job: Job, plan: Plan, notes: list[str]) -> Plan:
-    """Return the plan without choices that need values or time; `notes` lists them."""
+    """Remove what a dry run cannot do from the plan; note each change."""
     if plan.compile != "off":
         notes.append(f"compile={plan.compile} is left out of the dry run: blocks run as they are written")
     model = _recorded(job).model
@@ -177,7 +177,7 @@ def for_dry_run(job: Job, plan: Plan, notes: list[str]) -> Plan:
 
 
 def with_data_at_hand(job: Job) -> Job:
-    """Return the job without other hosts' files and without processes that read ahead."""
+    """Return the job without host-specific files and loader processes."""
     partition, data = (
         job.partition.model_copy(update={"host_files": False}),
         job.data.model_copy(update={"num_workers": 0}),
@@ -189,7 +189,8 @@ def dry_run_stage(job: Job, plan: Plan, data: DataSets, stage: int) -> StageDryR
     """Dry-run the first rank of a pipeline stage, under a plan from `for_dry_run`.
 
     Raises:
-        PlanError: the plan cannot divide the model, or (`StepFailed`) the step fails.
+        PlanError: the plan cannot divide the model.
+        StepFailed: the step fails.
     """
     rank = stage * (plan.ranks // plan.dp // plan.pp)
     with _as_rank(rank, plan.ranks) as world:
@@ -222,13 +223,13 @@ def dry_run_stage(job: Job, plan: Plan, data: DataSets, stage: int) -> StageDryR
 
 
 def _only_plan_errors(divide: Callable[[], Split], plan: Plan, batch: Batch | None) -> Split:
-    """Return the divided model; errors of the division or first batch become PlanErrors."""
+    """Divide the model; turn errors of the division or the first batch into PlanErrors."""
     try:
         split = divide()
         if split.context is not None and batch is not None:
             split.context.shard(batch)
     except BatchError:
-        raise  # raised under every plan
+        raise  # the model fails under every plan
     except DataError as error:
         raise PlanError("plan.dry_run_refused", "plan {plan}: {error}", plan=plan, error=error) from error
     except PacelineError:
@@ -246,9 +247,10 @@ def _only_plan_errors(divide: Callable[[], Split], plan: Plan, batch: Batch | No
 
 
 def _recorded(job: Job) -> DeferredModel:
-    """Return the model on the meta device.
+    """Build the job's model on the meta device.
 
-    A transformers model computes its experts one by one, because the faster code does not support meta tensors in fp32.
+    Experts of transformers models are computed one by one, because the faster code does not support meta tensors in
+    fp32.
     """
     recorded = record(job.model.build)
     if hasattr(recorded.model, "set_experts_implementation") and any(mixtures(recorded.model)):
@@ -258,7 +260,7 @@ def _recorded(job: Job) -> DeferredModel:
 
 @contextmanager
 def _as_rank(rank: int, ranks: int) -> Iterator[Group]:
-    """Return a group of all ranks as one rank sees it, without peers.
+    """Yield a group in which this process is one of `ranks` ranks, without peers.
 
     Received data is uninitialized memory.
     """
@@ -285,13 +287,13 @@ def _own(names: Container[str], modules: Sequence[nn.Module]) -> list[nn.Module]
 
 
 def _nothing(wanted: Callable[[str], bool], take: Any) -> None:
-    """Source without weights: parts without memory need none."""
+    """Weight source for `allocate` that does nothing, because fake tensors need no weights."""
 
 
 class _DryRunSignals(StepSignals):
-    """Signals of a dry run, whose numbers have no values.
+    """Step signals of a dry run: every rank reports a loss of 1.
 
-    They read as if every rank had reported a loss of 1.
+    Real signals would have to be read from tensors, which have no values here.
     """
 
     def seal(self, meter: Meter, local: LocalLoss) -> float:
@@ -311,15 +313,15 @@ class _DryRunSignals(StepSignals):
 
 
 def _stepped(engine: RankEngine, batch: Batch | None, modules: Sequence[nn.Module]) -> str | None:
-    """Take a step; return the reason if it cannot finish without values.
+    """Take a step; return a reason if it cannot finish because tensors have no values.
 
     Raises:
-        PlanError: the step fails.
+        StepFailed: the step fails for another reason.
     """
     try:
         engine.step(batch)
     except Exception as raised:
-        # the text for a batch does not name the module that fails
+        # use the cause of a BatchError, because its traceback leads to the failing module
         error = raised.__cause__ if isinstance(raised, BatchError) and raised.__cause__ is not None else raised
         if isinstance(error, PacelineError):
             raise
@@ -339,7 +341,7 @@ def _stepped(engine: RankEngine, batch: Batch | None, modules: Sequence[nn.Modul
 
 
 def _place_of(trace: TracebackType | None, modules: Sequence[nn.Module], engine: RankEngine) -> str:
-    """Return the innermost module in a traceback, by its name; or the sync rule."""
+    """Return the name of the innermost module in a traceback, or the sync rule."""
     names, found = {module: name for root in modules for name, module in root.named_modules()}, "the model"
     while trace is not None:
         asking = trace.tb_frame.f_locals.get("self")
@@ -361,14 +363,14 @@ def _by_axis(sent: Mapping[str, int], mesh: Mesh) -> dict[str, int]:
 
 
 def route_evenly(experts: Iterable[Any], ep: Group, watch: TorchDispatchMode) -> None:
-    """Make `experts`, split over `ep` or not, take tokens in turn instead of by router.
+    """Assign tokens to `experts` in turn, instead of by the router.
 
-    The indices have values, so the module's own code can read them. This code runs outside of the fake-tensor modes,
-    but within `watch`.
+    Expert indices are real tensors, because the module's code reads their values. They are computed outside of the
+    fake-tensor mode, but within `watch`.
     """
     for module in experts:
         if ep.size > 1:
-            own, signature, total, _ = module.forward.args  # as `divide_experts` leaves it
+            own, signature, total, _ = module.forward.args  # the form that `divide_experts` creates
         else:
             own, signature, total = module.forward, inspect.signature(module.forward), module.num_experts
         module.__dict__["forward"] = partial(_in_turn, own, signature, total, ep, watch)
@@ -388,8 +390,8 @@ def _in_turn(
         return sent_to_experts(own, hidden, order, of_experts, of_experts[ep.rank].repeat(ep.size, 1), weights, ep)
 
 
-# Bytes that a rank sends in an operation among n ranks, per input byte: the lower bound for all algorithms
-# (Patarasuk and Yuan, 2009, "Bandwidth optimal all-reduce algorithms for clusters of workstations").
+# Bytes that a rank sends per input byte in a collective among n ranks: the lower bound for any algorithm (Patarasuk and
+# Yuan, 2009, "Bandwidth optimal all-reduce algorithms for clusters of workstations").
 _SENT: tuple[tuple[str, Callable[[int], float]], ...] = (
     ("allreduce", lambda n: 2 * (n - 1) / n),
     ("allgather", lambda n: n - 1),
@@ -398,19 +400,19 @@ _SENT: tuple[tuple[str, Callable[[int], float]], ...] = (
     ("broadcast", lambda n: 1),
     ("send", lambda n: 1),
 )
-# of the operations of c10d: the result is the first argument
+# c10d operations whose first argument is the result and whose second argument is the input
 _PUTS_IN_SECOND = ("allgather", "reducescatter", "alltoall")
 
 
 class MemoryWatch(OperationMode):
     """Dispatch mode, inside a `FakeTensorMode`, that counts live and sent bytes.
 
-    If code reads the value of a tensor, it gets False or 1, because there is no value.
+    Tensors have no values here, so code that reads a value gets False or 1.
 
     Attributes:
-        live_bytes, peak_bytes: current and largest number of bytes of all tensors created in this mode.
-        sent_bytes: bytes sent, by the name of the process group.
-        asked: types of modules whose code read values.
+        live_bytes, peak_bytes: current and peak bytes of all tensors created in this mode.
+        sent_bytes: bytes sent, by process group name.
+        asked: types of modules whose code read tensor values.
     """
 
     def __init__(self) -> None:
@@ -427,9 +429,9 @@ class MemoryWatch(OperationMode):
 
     @contextmanager
     def resizing(self) -> Iterator[None]:
-        """Return a context in which storages resized in place are counted.
+        """Within this context, count storages that are resized in place.
 
-        No operation reports such a resize; FSDP2 frees gathered parameters in this way.
+        The dispatcher does not see such a resize. FSDP2 frees gathered parameters by resizing.
         """
         resize: Callable[..., Any] = torch.UntypedStorage.resize_
 
@@ -459,9 +461,9 @@ class MemoryWatch(OperationMode):
         return False if dtype == torch.bool else 1.0 if dtype.is_floating_point else 1
 
     def _count(self, func: Any, args: tuple[Any, ...]) -> None:
-        """Count a collective of torch, eager or as compilers trace it.
+        """Count the bytes of a collective of torch, eager or functional.
 
-        Each operation has its group at a different position in its arguments.
+        The position of the group among the arguments depends on the operation.
         """
         name = func.__name__.partition(".")[0].replace("_", "")
         for kind, factor in _SENT:
@@ -472,9 +474,9 @@ class MemoryWatch(OperationMode):
                 self.sent_bytes[group.group_name] += round(factor(group.size()) * size)
 
     def _count_ring(self, func: Any, args: tuple[Any, ...]) -> None:
-        """Count a pass of `split.ring`: keys, values and their gradients on every link.
+        """Count the bytes of a forward or backward pass of `split.ring`.
 
-        Keys and values go to every other rank; their gradients travel until they are back on their own rank.
+        Keys and values visit every other rank. Their gradients travel around the ring, back to their own rank.
         """
         backward = "backward" in func.__name__
         pair = args[2:4] if backward else args[1:3]
@@ -499,7 +501,7 @@ class MemoryWatch(OperationMode):
 
 
 def _asking(frame: FrameType | None) -> nn.Module | None:
-    """Return the module whose code runs in the innermost frame outside of torch, if any."""
+    """Return the module whose code runs in the innermost frame outside of torch, or None."""
     while frame is not None:
         owner = frame.f_locals.get("self")
         if isinstance(owner, nn.Module):

@@ -1,8 +1,8 @@
-"""Preflight of a plan: one process checks that ranks can divide model and batches.
+"""Preflight check of a plan: one process checks that ranks can divide model and batches.
 
-The model is divided as on the ranks, for one rank of every pipeline stage, and takes a step without memory (see
-`dry_run.py`). If the division is refused, so is the start. An error of the model's own code on tensors without values
-does not prove an error on real ones; then the ranks start and report.
+For one rank of each pipeline stage, the check divides the model as in a run, and dry-runs a step (see `dry_run.py`). If
+the model cannot be divided, the ranks do not start. If only the model's own code fails, the ranks start anyway, because
+the code may work on tensors with values.
 """
 
 from __future__ import annotations
@@ -34,26 +34,26 @@ from paceline.run.build import loader_of
 from paceline.run.dry_run.dry_run import StepFailed, dry_run_stage, for_dry_run, with_data_at_hand
 from paceline.split.mesh import Mesh
 
-BUDGET_S = 60.0  # seconds for the search for another plan that works, dividing the model for one rank after the other
-LOOK_S = 20.0  # seconds to find which of several plans can divide a model, before the search for the fastest one
-_SMALL = 20_000_000  # parameters
-_MOST_CANDIDATES = 12  # number of other plans to try in the search for the nearest one that works
-_KEYS = ("sequence", "remat", *DEGREES[1:])  # plan keys that determine how a model is divided
+BUDGET_S = 60.0  # maximum seconds for the search for another plan that works
+LOOK_S = 20.0  # maximum seconds to find out which plans can divide a model, before the fastest is searched
+_SMALL = 20_000_000  # largest number of parameters of a small model
+_MOST_CANDIDATES = 12  # maximum number of other plans to try in the search for the nearest plan that works
+_KEYS = ("sequence", "remat", *DEGREES[1:])  # plan keys that affect how a model is divided
 
 
 def refused_of(job: Job, plans: Sequence[Plan], seconds: float) -> set[Plan]:
-    """Return the plans that are known, within `seconds`, to be unable to divide the model."""
+    """Return the plans that cannot divide the model, as far as `seconds` suffice."""
     preflight, until = Preflight(job), time.monotonic() + seconds
     refused = set()
     for plan in plans:
         if time.monotonic() < until:
-            with suppress(Exception):  # errors of the job itself are reported when it is trained
+            with suppress(Exception):  # training reports errors of the job itself
                 refused |= {plan} if preflight.reasons(plan) else set()
     return refused
 
 
 class Preflight:
-    """Check of one job's model under several plans; each plan is tried once."""
+    """Checker of one job's model under several plans; each plan is checked once."""
 
     def __init__(self, job: Job) -> None:
         self.job = job
@@ -65,7 +65,7 @@ class Preflight:
         return self.job.data.build(input_shape=self.job.model.input_shape(), seed=self.job.seed)
 
     def refusal(self, plan: Plan, cluster: Cluster, world: int | None = None) -> PlanError | None:
-        """Return the error of a plan that cannot start; None if it can."""
+        """Return the error if the plan cannot start; None if it can."""
         problems = self.reasons(plan) or reasons_of_loss(self.job, plan, self._data)
         if not problems:
             return None
@@ -91,7 +91,7 @@ class Preflight:
         return PlanError.of_problems(problems, nearest=nearest)
 
     def reasons(self, plan: Plan) -> list[Problem]:
-        """Return reasons why ranks would fail or refuse to divide the model; empty if none."""
+        """Return the reasons why ranks could not divide the model; empty if there are none."""
         if plan not in self._known:
             self._known[plan] = self._divided(plan) if plan.splits else []
         return self._known[plan]
@@ -99,10 +99,10 @@ class Preflight:
     def _divided(self, plan: Plan) -> list[Problem]:
         job = with_data_at_hand(self.job)
         dry_plan = for_dry_run(job, plan, [])
-        # without numbered cuts: the blocks of a small model are measured quickly
+        # without the cuts of the dry run: blocks of a small model are measured quickly
         as_it_is = replace(dry_plan, cut=plan.cut)
         if dry_plan.cut != plan.cut and sum(shape.numel for shape in model_info(job.model).parameters) > _SMALL:
-            # those cuts alone may be the cause
+            # only the dry run's cuts may be the cause, so check again without them
             return self._of_stages(job, dry_plan) and self._of_stages(job, as_it_is)
         return self._of_stages(job, as_it_is)
 
@@ -125,15 +125,15 @@ class Preflight:
         except PlanError as error:
             return list(error.problems)
         except PacelineError:
-            raise  # the job itself is wrong
+            raise  # the job itself has an error
         except Exception:  # noqa: BLE001 - of tensors without values, where the model was divided already: the ranks will tell
             return []
         return []
 
     def _whole_runs(self, job: Job) -> bool:
-        """Return True if the undivided model can take a step without memory.
+        """Return True if the undivided model can dry-run a step.
 
-        If it cannot, a failure of the divided model proves nothing.
+        Otherwise a failure of the divided model does not show that the plan is at fault.
         """
         if self._runs_whole is None:
             try:
@@ -143,14 +143,15 @@ class Preflight:
         return self._runs_whole
 
 
-_TRIED_HERE = 50_000_000  # parameters; for a larger model, the ranks check the loss before their first step
+# maximum number of parameters; for larger models, the ranks check the loss before the first step
+_TRIED_HERE = 50_000_000
 
 
 def reasons_of_loss(job: Job, plan: Plan, data: DataSets) -> list[Problem]:
-    """Return reasons why the plan would train another loss; empty if none is found.
+    """Return the reasons why the plan would train another loss; empty if none is found.
 
-    The undivided model computes the loss in one process, from its initial weights. The result is also empty if only the
-    ranks can check.
+    The undivided model computes the loss in this process, with its initial weights. The result is also empty if only
+    the ranks can check the loss.
     """
     if not loss_is_tried(job, plan) or sum(shape.numel for shape in model_info(job.model).parameters) > _TRIED_HERE:
         return []
@@ -178,7 +179,7 @@ def _try(job: Job, plan: Plan, data: DataSets) -> None:
         settings,
     )
     try:
-        engine.plan = plan  # with whose parts the loss is compared
+        engine.plan = plan  # the loss is compared with its sum over this plan's parts
         engine.compute.normalization.prepare()
         batch = engine.compute.place(loader.example(SAMPLES))
         if not engine.compute.normalization.by_model:

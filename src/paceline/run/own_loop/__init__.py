@@ -1,4 +1,4 @@
-"""The engine for a training loop of the user's own: what `paceline.setup` returns.
+"""The engine of users' own training loops, which `paceline.setup` returns.
 
 Read `setup.py` first, then `loop.py`.
 """

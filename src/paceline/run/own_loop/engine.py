@@ -1,7 +1,7 @@
 """The engine of a user's own loop: `engine.backward(loss)`, then `engine.update()` or `optimizer.step()`.
 
-After `backward`, `.grad` is the gradient of the global batch on every rank, so torch's functions for gradients work as
-in one process.
+After `backward`, `.grad` is the gradient of the global batch on every rank. torch's gradient functions therefore work
+as in one process.
 """
 
 from __future__ import annotations
@@ -50,19 +50,20 @@ _OPEN: WeakSet[Engine] = WeakSet()  # the open engines of this process
 
 
 class Engine(RankEngine):
-    """The engine of a training loop of your own, as `paceline.setup` returns it.
+    """Engine of your own training loop; `paceline.setup` returns it.
 
-    With a loss, `step` does a whole step. Without one, the loop calls `backward`, then `update` or `optimizer.step()`.
+    If `setup` got a loss, call `step` for a whole training step. Otherwise, call `backward` with your loss, then
+    `update` or `optimizer.step()`.
 
     Attributes:
-        model: the model on this rank's device: the object given to `setup`, not a wrapper. In a pipeline it is this
+        model: the model that `setup` was given, on this rank's device; not a wrapper. With a pipeline, it is this
             rank's stages.
-        models: the modules as `setup` got them: one, a list, or a dict.
-        optimizers: the optimizers, in the order in which `setup` got them.
-        loader: this rank's batches, one epoch per iteration.
-        plan: the plan.
-        step_count: optimizer steps so far.
-        on_step: functions that get the `StepResult` of every `step` and `update`, on every rank, such as trackers.
+        models: the models in the form that `setup` was given: one module, a list, or a dict.
+        optimizers: the optimizers, in the order that `setup` was given.
+        loader: loader of this rank's batches; each iteration is one epoch.
+        plan: plan of this training.
+        step_count: number of optimizer steps so far.
+        on_step: callbacks that get the `StepResult` of every `step` and `update`, on every rank; for example trackers.
         is_main: True on the first rank, which prints and logs.
 
     Example:
@@ -96,15 +97,16 @@ class Engine(RankEngine):
         self.on_step: list[OnStep] = []
         self.is_main = group.rank == 0
         self.has_loss = loss is not None
-        self.counts_measures = split is None or split.owns_loss  # among ranks that compute the same samples, one counts
-        self.example: Any = None  # a placeholder batch that is evaluated but not counted, if this rank has none left
+        # if several ranks compute the same samples, count their measures once
+        self.counts_measures = split is None or split.owns_loss
+        self.example: Any = None  # placeholder batch for a rank without further batches; its measures do not count
         for dealt in self.loaders:
             if loss is None:
                 self._serve(dealt)
         self.shares = LossShares(self.loaders, self.data_group, self.device)
         self._casting = False
         self._newest_loss = torch.zeros((), dtype=torch.float64)
-        self._not_stepped_since: Position | None = None  # of the first batch whose gradient no step has used
+        self._not_stepped_since: Position | None = None  # position of the first batch whose gradient no step has used
         self.guard.remember()
         self.compute.normalization.warns = self.is_main
         self.steps.watch(
@@ -121,7 +123,7 @@ class Engine(RankEngine):
         _OPEN.add(self)
 
     def __repr__(self) -> str:
-        """Return the plan, this rank, and the number of steps."""
+        """Return the plan, the rank and the number of steps."""
         return f"<Engine of plan {self.plan}: rank {self.group.rank} of {self.group.size}, {self.step_count:,} steps>"
 
     # Steps in two calls
@@ -136,26 +138,25 @@ class Engine(RankEngine):
     ) -> Tensor:
         """Add the gradient of the global mean loss to `.grad`; every rank calls it.
 
-        Only parameters that the loss depends on get a gradient.
+        Only parameters on which the loss depends get a gradient.
 
         Args:
-            loss: mean over this rank's samples of the batch. Its weight is this rank's share of the global batch.
-            optimizers: optimizers whose parameters get gradients, such as that of a GAN's generator; the loss leaves no
-                gradient elsewhere. Without any, every parameter that the loss depends on gets one.
-            items: number of items that the mean was taken over, if these are not the samples of the loader's last
-                batch: tokens, valid labels, samples of another batch. The weight of the loss is then this rank's share
-                of all ranks' items. A loss with 0 items adds nothing.
-            sync: False keeps the gradients on this rank, without communication, until a later call with True, or
-                `update` (gradient accumulation).
+            loss: mean loss over this rank's samples. It is weighted by this rank's share of the global batch.
+            optimizers: if given, only parameters of these optimizers get gradients, such as those of a GAN's generator.
+            items: number of items in the mean, if it differs from the number of samples in the loader's last batch;
+                for example a number of tokens. The loss is then weighted by this rank's share of all ranks' items. A
+                loss with 0 items adds nothing to the gradients.
+            sync: False accumulates gradients on this rank without communication, until `update` or a later call with
+                True.
             retain_graph: as in `Tensor.backward`.
 
         Returns:
-            The mean loss over all ranks, the same number on each, without a gradient.
+            The mean loss over all ranks, detached; the same on every rank.
 
         Raises:
             JobError: the result would differ from that of one process; the message says what to write instead.
-            PlanError: the plan does not allow this call.
-            DataError: the samples of the loss are not known.
+            PlanError: the plan does not support this call.
+            DataError: the number of samples behind the loss is unknown.
         """
         if sync:
             self._refuse_without_updates()
@@ -172,14 +173,14 @@ class Engine(RankEngine):
         parameters = self.steps.parameters_of(targets) if optimizers else None
         share, self._newest_loss = self.shares.weigh(loss, items, local_steps=self.local_steps)
         for parameter in self._untrained:
-            parameter.grad = None  # no optimizer updates them, so they would accumulate from pass to pass
+            parameter.grad = None  # no optimizer clears these gradients, so they would accumulate
         self.replica.backward.only = set(parameters) if parameters is not None else None
         self.replica.backward.last = sync and self.split is None
         gradients = self._gradients("collected" if sync else "kept")
         reduces = self.group.size > 1 and not self.local_steps
         already = self.steps.parameters_of(targets - self.steps.with_gradients(targets, own=True)) if reduces else []
         if not sync:
-            # the next reduction sums over ranks: already reduced gradients must count once, on one rank
+            # the next reduction sums over ranks, so only one rank may add gradients that are already reduced
             for parameter in already:
                 parameter.grad = None if self.group.rank or parameter.grad is None else parameter.grad.clone()
             already = []
@@ -203,16 +204,16 @@ class Engine(RankEngine):
         """Clip the gradients, step the optimizers and clear their gradients; every rank calls it.
 
         Args:
-            optimizers: the optimizers to step; all if none is named.
-            clip_norm: largest L2 norm of their gradients together; None takes that of `setup`.
-            clip_value: largest absolute value of an element of a gradient; applied before `clip_norm`.
+            optimizers: optimizers to step; without arguments, all step.
+            clip_norm: maximum L2 norm of all their gradients together; None takes `clip_norm` of `setup`.
+            clip_value: maximum absolute value of each gradient element; applied before `clip_norm`.
 
         Returns:
-            The numbers of the step, the same on every rank.
+            The result of the step, the same on every rank.
 
         Raises:
-            NonFiniteError: a gradient or the loss is not finite, and the policy is to stop. Nothing was updated.
-            JobError: there is no gradient to step by.
+            NonFiniteError: a gradient or the loss is not finite, and the policy is `stop`. Nothing was updated.
+            JobError: no gradients were computed since the last update.
         """
         stepped = self.steps.numbers(optimizers)
         self.steps.check_no_closure(stepped)
@@ -255,14 +256,14 @@ class Engine(RankEngine):
         return result
 
     def step(self, batch: Batch | None) -> StepResult:
-        """Take a step: forward, backward, update; then call `on_step`. Every rank calls it.
+        """Run forward pass, backward pass and update, then `on_step`; every rank calls it.
 
         Args:
-            batch: this rank's batch, from `engine.loader`; None if the rank has none left.
+            batch: this rank's batch from `engine.loader`; None if this rank's share is empty.
 
         Raises:
-            NonFiniteError: the loss or a gradient is not finite, and the policy is to stop. Nothing was updated.
-            JobError: `setup` got no loss.
+            NonFiniteError: the loss or a gradient is not finite, and the policy is `stop`. Nothing was updated.
+            JobError: `setup` was not given a loss.
         """
         if not self.has_loss:
             raise JobError(
@@ -280,19 +281,22 @@ class Engine(RankEngine):
     # Other parts of a loop
 
     def broadcast_new_parameters(self) -> None:
-        """Broadcast parameters added to an optimizer since `setup` from rank 0; every rank calls it."""
+        """Broadcast newly added parameters from rank 0; every rank calls it.
+
+        These are parameters that were added to an optimizer since `setup`.
+        """
         self._follow_changes()
 
     def deal(self, loader: DataLoader[Any]) -> Loader:
         """Divide the batches of another loader among the ranks.
 
-        Every rank calls it, in the same order. `save` keeps the loader's position, too.
+        Every rank calls this method, for all loaders in the same order. `save` also saves the loader's position.
 
         Args:
-            loader: a `DataLoader` as one process would use it; its `batch_size` is the global batch.
+            loader: a `DataLoader` as in a script for one process; its `batch_size` is the global batch size.
 
         Returns:
-            This rank's batches, one epoch per iteration.
+            A loader of this rank's batches; each iteration is one epoch.
         """
         dealt = super().deal(loader)
         self._serve(dealt)
@@ -300,16 +304,16 @@ class Engine(RankEngine):
         return dealt
 
     def _serve(self, loader: Loader) -> None:
-        """Convert a loader's batches to the form that a loop with its own loss needs."""
+        """Prepare a loader for a loop that computes the loss itself."""
         loader.fills_empty, loader.device = True, self.device
 
     def gather(self, rows: Tensor) -> Tensor:
         """Gather the rows of all ranks in rank order.
 
-        It is for losses over the global batch. Gradients flow back to every rank's own rows.
+        Use it for losses over the global batch. Gradients flow back to each rank's own rows.
 
         Args:
-            rows: this rank's rows, shape (rows, …); ranks may have different numbers of rows.
+            rows: this rank's rows, of shape (rows, …); the number of rows may differ between ranks.
         """
         counts = torch.zeros(self.data_group.size, dtype=torch.int64, device=self.device)
         counts[self.data_group.rank] = len(rows)
@@ -317,29 +321,32 @@ class Engine(RankEngine):
         return gather(self.data_group, rows, counts.tolist())
 
     def mean(self, value: float | Tensor, items: float | Tensor | None = None) -> float:
-        """Average a number over all ranks; every rank calls it.
+        """Return the weighted mean of a number over all ranks; every rank calls it.
 
         Args:
             value: this rank's number.
-            items: weight of this rank's number; None takes its samples of the loader's last batch.
+            items: weight of this rank's number; None takes this rank's number of samples in the loader's last batch.
         """
         _, mean = self.shares.weigh(torch.as_tensor(value, device=self.device), items, local_steps=self.local_steps)
         return float(mean)
 
     @contextmanager
     def autocast(self) -> Iterator[None]:
-        """Compute forward pass and loss in the precision given to `setup`; with fp32, nothing changes."""
+        """Within this context, compute in the precision given to `setup`.
+
+        Use it for the forward pass and the loss. With fp32, it changes nothing.
+        """
         self._casting = True
         with self.compute.autocast():
             yield
 
     def print(self, *values: object, **keywords: Any) -> None:
-        """Print on the first rank only; arguments are those of `print`."""
+        """Print on the first rank only; the arguments are those of Python's `print`."""
         if self.is_main:
             print(*values, **keywords)
 
     def ignore(self, optimizer: Optimizer) -> None:
-        """Exempt an optimizer whose parameters every rank trains by itself, such as a probe."""
+        """Do not check an optimizer whose parameters each rank trains alone, such as a probe's."""
         self.steps.ignore(optimizer)
 
     @overload
@@ -351,16 +358,16 @@ class Engine(RankEngine):
     def evaluate(self, data: Any, metrics: Any = None) -> dict[str, float]:
         """Measure the model on a validation set; every rank calls it.
 
-        Each result is the mean over all samples, the same on any number of ranks. The model is measured in eval mode,
-        without gradients, and in the precision of `setup`. If replicas take local steps, the parameters of their last
-        synchronization are measured. Batch-norm statistics are averaged.
+        Each result is the mean over all samples, and does not depend on the number of ranks. The model runs in eval
+        mode, without gradients, and in the precision of `setup`. If replicas take local steps, their last synchronized
+        parameters are measured. Batch-norm statistics are averaged over the ranks.
 
         Args:
-            data: a `DataLoader` as one process would use it; the ranks take its batches in turn. An iterable that is no
-                `DataLoader` has this rank's batches.
-            metrics: a function `measure(batch)` that computes a batch and returns a dict. Each value is the mean over
-                the batch's samples, a 1-D tensor with one value per sample, or a pair (sum, count). Or a list of
-                `paceline.Metric`, which get the model's output and the target. None measures the loss of `setup`.
+            data: a `DataLoader` as in a script for one process, or another iterable of batches. The ranks take the
+                batches in turn. With a list of metrics, an iterable must yield only this rank's batches.
+            metrics: a function `measure(batch)` that returns a dict of values, or a list of `paceline.Metric`. A value
+                is the mean over the batch's samples, a 1-D tensor with one value per sample, or a pair (sum, count).
+                A `paceline.Metric` gets the model's output and the target. None measures the loss of `setup`.
 
         Returns:
             The results by name, the same on every rank.
@@ -370,16 +377,17 @@ class Engine(RankEngine):
         return mean_loss(self, data) if metrics is None else evaluate(self, data, metrics)
 
     def save(self, folder: str | Path, *, keep: int = 2, **objects: Any) -> Path:
-        """Write a checkpoint into `folder`, for any plan; every rank calls it.
+        """Write a checkpoint into `folder`; every rank calls it.
 
-        A checkpoint holds models, optimizers, the position in the data, and random states, as safetensors and JSON.
-        Nothing is pickled.
+        Any plan can load the checkpoint.
+
+        The checkpoint has the models, the optimizers, the position in the data, and the random states. It consists of
+        safetensors and JSON files, without pickled objects.
 
         Args:
-            folder: the same folder for all ranks, on storage that they share.
+            folder: folder on storage that all ranks share; the same for every rank.
             keep: number of newest checkpoints to keep in the folder.
-            objects: further state by name: anything with a `state_dict` (schedulers, averages, samplers), and plain
-                values.
+            objects: further state to save, by name: objects with a `state_dict`, such as schedulers, and plain values.
 
         Returns:
             The folder of the checkpoint.
@@ -390,39 +398,39 @@ class Engine(RankEngine):
         return own_state.save(self, Path(folder), objects, keep)
 
     def load(self, folder: str | Path, **objects: Any) -> dict[str, Any] | None:
-        """Resume from the newest whole checkpoint in `folder`, if there is one.
+        """Resume from the newest complete checkpoint in `folder`, if there is one.
 
-        Every rank calls it, before the first step. The next iteration of the loaders continues behind the last batch.
+        Every rank calls this method, before the first step. The loaders continue after the checkpoint's last batch.
 
         Args:
-            folder: the folder that `save` got.
-            objects: objects whose state `load_state_dict` restores, by the names given to `save`.
+            folder: the folder that was given to `save`.
+            objects: objects to restore with `load_state_dict`, by the names given to `save`.
 
         Returns:
-            The plain values that were saved, by name; None if there is no checkpoint.
+            The saved plain values by name; None if there is no checkpoint.
 
         Raises:
             CheckpointError: the checkpoint is damaged, or belongs to another model.
-            DataError: the data set has another number of samples, or its first, middle or last sample has changed.
+            DataError: the data set's number of samples, or its first, middle or last sample, has changed.
         """
         return own_state.load(self, Path(folder), objects)
 
     def export(self, path: str | Path) -> None:
-        """Write the model that `evaluate` measures as one safetensors file; every rank calls it.
+        """Write the model that `evaluate` measures to a safetensors file; every rank calls it.
 
-        One process reads it by `model.load_state_dict(safetensors.torch.load_file(path))`.
+        Read the file in one process with `model.load_state_dict(safetensors.torch.load_file(path))`.
         """
         own_state.export(self, Path(path))
 
     def clear(self) -> None:
-        """Drop gradients that no optimizer has stepped on."""
+        """Discard all gradients that no optimizer has used yet."""
         self._clear_gradients()
         self.steps.gradients.clear()
         self._not_stepped_since = None
         self.shares.forget()
 
     def close(self) -> None:
-        """Remove all hooks of paceline from the model and the optimizers."""
+        """Remove paceline's hooks from the model and the optimizers."""
         _OPEN.discard(self)
         self.steps.close()
         self.refusals.close()
@@ -442,7 +450,7 @@ class Engine(RankEngine):
         elif now[:2] >= (first.epoch + 1, first.step):
             raise JobError(
                 "loop.no_update",
-                "engine.backward(loss) has computed gradients for a whole epoch, and no optimizer has stepped by them. "
+                "engine.backward(loss) has computed gradients for a whole epoch, but no optimizer has used them. "
                 "Call engine.update() after each batch, or engine.clear() to drop the gradients.",
             )
 
@@ -463,7 +471,7 @@ class Engine(RankEngine):
         if self.local_steps:
             check_all_step(self.plan, stepped, len(self.optimizers))
             self._follow_changes()
-        # a replica that skipped its update still takes part in an average, because others wait for it
+        # even after a skipped update, a replica takes part in the average, because other replicas wait for it
         if updated or self.local_steps:
             self.rule.after_step(self.step_count + 1)
         self.step_count += 1
@@ -483,7 +491,7 @@ class Engine(RankEngine):
         super()._attach(identical=identical)
         held = set(self._held_by_optimizer())
         self._untrained = [p for p in self.replica.trainable if p not in held]
-        # hooks of the rule refuse it themselves
+        # rules with hooks refuse `loss.backward()` themselves
         refuses = self.group.size > 1 and not self.local_steps and not getattr(self.rule, "hooks", None)
         divided = self._parameters if self.split is None else self.split.divided.values()
         self.refusals.refuse_backward(divided if refuses else (), self.replica)
@@ -492,7 +500,7 @@ class Engine(RankEngine):
 def refuse_model_of_another_engine(model: nn.Module, group: Group) -> None:
     """Raise JobError if an open engine trains a parameter of `model`.
 
-    On several ranks both engines would handle the gradients of the parameter.
+    On several ranks, both engines would reduce the gradients of this parameter.
     """
     own = {id(p) for p in model.parameters() if p.requires_grad}
     if any(id(p) in own for engine in _OPEN if group.size > 1 for p in engine.named_parameters().values()):

@@ -1,6 +1,6 @@
-"""Optimizers and losses of a user's own loop, and errors for unsupported calls.
+"""Optimizers and losses of a user's own loop, with errors for unsupported calls.
 
-Each optimizer needs gradients that are reduced over all ranks.
+An optimizer may only step with gradients that are reduced over all ranks.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ Closure = Callable[[], Any]
 
 
 class OptimizerSteps:
-    """Optimizers of a loop, by number, and the permission of each to step.
+    """Numbered optimizers of a loop, and the state of each optimizer's gradients.
 
     Attributes:
-        optimizers: in the order in which `setup` got them.
-        gradients: state of each optimizer's gradients: `own` for this rank's gradients, `reduced` for gradients summed
-            over all ranks, `left` if another optimizer has stepped since; no entry after a step.
+        optimizers: the optimizers, in the order that `setup` was given.
+        gradients: by optimizer number, `own` for gradients of this rank alone, `reduced` for gradients summed over all
+            ranks, or `left` if another optimizer has stepped since. An optimizer without gradients has no entry.
     """
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
@@ -48,7 +48,7 @@ class OptimizerSteps:
         self._ignored: set[int] = set()
         self._by_engine = False
         self._hooks: list[Any] = []
-        # L-BFGS: its `step` cannot be called without a closure
+        # optimizers whose `step` requires a closure, such as L-BFGS
         self._with_closure = {
             number
             for number, optimizer in enumerate(self.optimizers)
@@ -66,14 +66,16 @@ class OptimizerSteps:
         divided_by: Plan | None = None,
         scaled: bool = False,
     ) -> None:
-        """Check the steps of these optimizers; on several ranks, of all in the process.
+        """Check the steps of these optimizers.
+
+        On several ranks, check the steps of all optimizers in the process.
 
         Args:
-            before: called on several ranks before a step that the loop takes with `optimizer.step()`.
-            after: called after such a step.
-            newest_loss: the mean loss over all ranks.
+            before: on several ranks, called before each step that the loop takes with `optimizer.step()`.
+            after: called after each step that the loop takes with `optimizer.step()`.
+            newest_loss: function that returns the newest mean loss over all ranks.
             divided_by: the plan, if it divides the model.
-            scaled: True if the gradients are scaled until the engine's update (fp16).
+            scaled: whether gradients stay scaled until the engine's update (fp16).
         """
         self._before, self._after, self._newest_loss, self._divided_by = before, after, newest_loss, divided_by
         self._ranks, self._scaled = ranks, scaled
@@ -81,13 +83,13 @@ class OptimizerSteps:
         if ranks > 1:
             self._hooks = [register_optimizer_step_pre_hook(self._before_any_step)]
         else:
-            # other optimizers of the process train as they would without paceline
+            # on one rank, other optimizers of the process may train freely
             self._hooks = [o.register_step_pre_hook(self._before_any_step) for o in self.optimizers]
         self._hooks += [o.register_step_post_hook(self._after_own_step) for o in self.optimizers]
 
     @contextmanager
     def by_the_engine(self) -> Iterator[None]:
-        """Return a context in which the engine steps the optimizers, and no step is checked."""
+        """Within this context, the engine steps the optimizers, and no step is checked."""
         self._by_engine = True
         try:
             yield
@@ -106,10 +108,10 @@ class OptimizerSteps:
     # Ownership of parameters
 
     def numbers(self, optimizers: Sequence[Optimizer]) -> set[int]:
-        """Return the numbers of some optimizers; of all if none is named.
+        """Return the numbers of the given optimizers; without arguments, of all.
 
         Raises:
-            JobError: an optimizer does not belong to this loop, or is named twice.
+            JobError: an optimizer does not belong to this loop, or is given twice.
         """
         if not optimizers:
             return set(range(len(self.optimizers)))
@@ -140,27 +142,30 @@ class OptimizerSteps:
     # State of the gradients
 
     def with_gradients(self, numbers: set[int], *, own: bool) -> set[int]:
-        """Select optimizers that have gradients: of this rank alone if `own`, else reduced ones."""
+        """Select the optimizers that have unreduced (`own`) or reduced gradients."""
         return {n for n in numbers if n in self.gradients and (self.gradients[n] == "own") == own}
 
     def computed(self, numbers: set[int], *, reduced: bool) -> None:
-        """Record that gradients were computed and, if `reduced`, reduced over all ranks."""
+        """Record new gradients; `reduced` if they were reduced over all ranks."""
         self.gradients |= dict.fromkeys(numbers, "reduced" if reduced else "own")
 
     def stepped(self, numbers: set[int]) -> None:
-        """Record an update by these optimizers, which clears their gradients."""
+        """Record a step of these optimizers, which clears their gradients."""
         left = self.with_gradients(self.gradients.keys() - numbers, own=False)
         self.gradients = {n: "left" if n in left else of for n, of in self.gradients.items() if n not in numbers}
 
     def refuse_leftovers(self, targets: set[int], *, named: bool) -> None:
-        """Refuse to add to gradients of an earlier loss that another optimizer's update left over."""
+        """Refuse to add to leftover gradients of an earlier loss.
+
+        Gradients are left over if another optimizer has stepped with that loss.
+        """
         for number in sorted(n for n in targets if self.gradients.get(n) == "left"):
             if named and any(p.grad is not None for p in self.parameters_of({number})):
                 raise JobError(
                     "loop.stale_gradients",
-                    "optimizer {optimizer} still has gradients of an earlier loss, which was applied with another "
-                    "optimizer. Name the optimizer in that call too, engine.backward(loss, optimizer), or clear "
-                    "them with optimizer.zero_grad().",
+                    "optimizer {optimizer} still has gradients of an earlier loss, with which another optimizer "
+                    "stepped. Name that optimizer in its call too, engine.backward(loss, optimizer), or clear the "
+                    "gradients with optimizer.zero_grad().",
                     optimizer=number,
                 )
             self.gradients[number] = "reduced"
@@ -172,7 +177,7 @@ class OptimizerSteps:
             return None
         number = next((i for i, own in enumerate(self.optimizers) if own is optimizer), None)
         if number is None:
-            if optimizer not in _KNOWN:  # otherwise it belongs to another engine
+            if optimizer not in _KNOWN:  # an optimizer in `_KNOWN` belongs to another engine
                 self._check_outer_step(optimizer)
             return None
         if self._scaled:
@@ -185,14 +190,14 @@ class OptimizerSteps:
             without = {k: v for k, v in keywords.items() if k != "closure"}
             return (optimizer, self._agreed_closure(number, closure), *args[2:]), without
         self._check_step(number)
-        if self._ranks > 1:  # it reads the loss, for which an accelerator would have to be waited for
+        if self._ranks > 1:  # on one rank, skip `before`: it reads the loss, and so would wait for the accelerator
             self._before()
         return None
 
     def _agreed_closure(self, number: int, closure: Closure) -> Closure:
         """Wrap the closure so that it returns the mean loss over all ranks.
 
-        All ranks then take the same decisions in a line search.
+        A line search then makes the same decisions on all ranks.
         """
         if self._divided_by is not None:
             raise PlanError(
@@ -211,11 +216,11 @@ class OptimizerSteps:
         return agreed
 
     def _check_outer_step(self, optimizer: Optimizer) -> None:
-        """Check the step of an optimizer inside another step, as in SAM and Lookahead."""
+        """Check the step of an optimizer that wraps another optimizer, as SAM does."""
         owner = {p: i for i, own in enumerate(self.optimizers) for g in own.param_groups for p in g["params"]}
         stepped = {p for g in optimizer.param_groups for p in g["params"]}
         if not stepped & owner.keys() and stepped <= {p for o in _KNOWN for g in o.param_groups for p in g["params"]}:
-            return  # it works inside another engine's step, which checks it
+            return  # the optimizer steps parameters of another engine, which checks the step
         owners = {owner.get(p) for p in stepped}
         if None in owners:
             raise JobError(
@@ -233,14 +238,14 @@ class OptimizerSteps:
         if self.gradients.get(number) == "own":
             raise SyncError(
                 "loop.gradients_not_reduced",
-                "the newest gradients are those of this rank alone (sync=False). The last engine.backward before "
-                "optimizer.step() needs sync=True; or call engine.update().",
+                "the newest gradients are those of this rank alone (sync=False). Use sync=True in the last "
+                "engine.backward before optimizer.step(), or call engine.update().",
             )
         if number not in self.gradients:
             raise SyncError(
                 "loop.step_without_backward",
-                "optimizer.step() without engine.backward(loss) since its last step. Write engine.backward(loss) "
-                "instead of loss.backward(), whose gradients are not reduced over the ranks.",
+                "optimizer.step() was called without engine.backward(loss) since the last step. Write "
+                "engine.backward(loss) instead of loss.backward(), which does not reduce gradients over the ranks.",
             )
 
     def _after_own_step(self, optimizer: Optimizer, args: Any, keywords: Any) -> None:
@@ -252,19 +257,19 @@ class OptimizerSteps:
 
 
 class Optimizers:
-    """Several optimizers with the interface of one: parameter groups and states in order."""
+    """Several optimizers with the interface of one optimizer."""
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
         self.optimizers = optimizers
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """The groups of all optimizers."""
+        """Parameter groups of all optimizers, in order."""
         return [group for optimizer in self.optimizers for group in optimizer.param_groups]
 
     @property
     def state(self) -> dict[Tensor, Any]:
-        """The states of all optimizers, by parameter."""
+        """States of all optimizers, by parameter."""
         together: dict[Tensor, Any] = {}
         for optimizer in self.optimizers:
             if shared := [p for p in optimizer.state if p in together]:
@@ -283,7 +288,10 @@ class Optimizers:
             optimizer.step()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state in the form of `Optimizer.state_dict`, with parameters numbered over all."""
+        """Return one state in the form of `Optimizer.state_dict`.
+
+        Parameters are numbered consecutively over all optimizers.
+        """
         states: dict[int, Any] = {}
         groups: list[dict[str, Any]] = []
         for first, own in zip(self._firsts(), (o.state_dict() for o in self.optimizers), strict=True):
@@ -294,7 +302,7 @@ class Optimizers:
         return {"state": states, "param_groups": groups}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Give each optimizer its part of a state from `state_dict`."""
+        """Load each optimizer's part of a state from `state_dict`."""
         groups = list(state["param_groups"])
         for first, optimizer in zip(self._firsts(), self.optimizers, strict=True):
             own, groups = groups[: len(optimizer.param_groups)], groups[len(optimizer.param_groups) :]
@@ -315,14 +323,14 @@ class Optimizers:
 
 @contextmanager
 def summed_apart(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
-    """Compute a backward pass without the gradients of earlier passes, and add them afterwards.
+    """Set earlier gradients aside within this context, and add them at its end.
 
-    The earlier gradients are already summed over the ranks, so another sum must not include them.
+    The earlier gradients are already summed over the ranks, so the next sum must not include them.
     """
     earlier: dict[nn.Parameter, Tensor] = {}
     for parameter in parameters:
         if parameter.grad is not None:
-            earlier[parameter] = parameter.grad.clone()  # it may lie in the memory of the next sum
+            earlier[parameter] = parameter.grad.clone()  # a copy, because the next sum may reuse the gradient's memory
             parameter.grad = None
     yield
     for parameter, gradient in earlier.items():
@@ -330,29 +338,29 @@ def summed_apart(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
 
 
 class LossShares:
-    """Record of the batches read since the last loss.
+    """Weights of losses, from the batches that were read since the last loss.
 
     Args:
-        loaders: all loaders of the loop; the list may grow.
-        data_group: the ranks that read different samples.
+        loaders: all loaders of the loop; the list may grow later.
+        data_group: group of the ranks that read different samples.
     """
 
     def __init__(self, loaders: Sequence[Loader], data_group: Group, device: torch.device) -> None:
         self.loaders, self.data_group, self.device = loaders, data_group, device
-        # position of each loader at the last loss
+        # by loader: position at the last loss
         self._seen: dict[int, Position] = {}
         self._read_ahead = False
 
     def forget(self) -> None:
-        """Start again, as after a checkpoint was loaded."""
+        """Forget all earlier positions, for example after loading a checkpoint."""
         self._seen.clear()
 
     def weigh(self, loss: Tensor, items: float | Tensor | None, *, local_steps: bool) -> tuple[float | Tensor, Tensor]:
-        """Return this rank's share of the global mean, and that mean.
+        """Return the weight of this rank's loss, and the global mean loss.
 
         Args:
-            items: number of items that the loss averages over; None takes the samples of the loaders' last batch.
-            local_steps: True if this replica steps by its own mean.
+            items: number of items in the mean; None takes the number of samples in the loaders' last batch.
+            local_steps: whether each replica steps with the gradient of its own mean loss.
         """
         wide = widest_float(self.device)
         own = loss.detach().to(wide).reshape(())
@@ -369,9 +377,9 @@ class LossShares:
         return own_share.to(loss.dtype), sums[0] / total
 
     def check_data(self) -> None:
-        """Raise DataError if a batch was not read from an engine's loader.
+        """Raise DataError if `setup` was given a loader that the loop has not read.
 
-        All ranks would otherwise train on separate data.
+        Otherwise all ranks might train on the same undivided batches.
         """
         if self.data_group.size > 1 and self.loaders and all(loader.position is None for loader in self.loaders):
             raise DataError(
@@ -382,12 +390,12 @@ class LossShares:
             )
 
     def _share(self) -> float:
-        """Return the fraction of the global batch that this rank's loss averages over.
+        """Return the fraction of the global batch's samples in this rank's loss.
 
         Raises:
-            DataError: the batch of the loss is not known.
+            DataError: it is unknown which batches the loss was computed from.
         """
-        # not a loader that was read to its end for validation
+        # ignore loaders that were read to the end, for example for validation
         running = [loader for loader in self.loaders if loader.running] or self.loaders
         seen = {
             id(loader): (loader.position, self._seen.get(id(loader)))
@@ -400,8 +408,8 @@ class LossShares:
         if len(shares) > 1:
             raise DataError(
                 "loop.weight_unknown",
-                "the loaders' last batches are divided in different proportions, so the weight of this loss is not "
-                "known. Pass the number of items: engine.backward(loss, items=len(x))",
+                "the loaders' last batches are divided in different proportions, so the weight of this loss is "
+                "unknown. Pass the number of items: engine.backward(loss, items=len(x))",
             )
         self._read_ahead = self._read_ahead or any(_skipped(before, now) for now, before in seen.values())
         share = shares.pop() if shares else 1.0 / self.data_group.size
@@ -425,14 +433,15 @@ def _skipped(before: Position | None, now: Position) -> bool:
 
 
 def check_backward(engine: Engine, loss: Any, *, casts: bool, sync: bool) -> None:
-    """Refuse a call of `engine.backward` that cannot work.
+    """Refuse calls of `engine.backward` that the plan or the loss does not support.
 
     Args:
-        casts: True if the loss was computed in the precision given to `setup`.
+        casts: whether the loss was computed within `engine.autocast`.
 
     Raises:
-        JobError: the loss is no single number, or was computed outside of `engine.autocast`.
-        PlanError: the plan computes the passes itself, or divides what the loss needs whole.
+        JobError: the loss is not a single number, or was computed outside of `engine.autocast`.
+        PlanError: the engine must run the forward pass under this plan, or the plan divides the logits that the loss
+            needs.
     """
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
@@ -473,7 +482,7 @@ def check_backward(engine: Engine, loss: Any, *, casts: bool, sync: bool) -> Non
 
 
 def refuse_own_passes(plan: Plan) -> None:
-    """Refuse plans under which a loop cannot compute the model's output itself."""
+    """Refuse plans under which only the engine can run the forward pass."""
     if plan.pp > 1 or plan.cp > 1:
         raise PlanError(
             "loop.forward_by_engine",
@@ -484,7 +493,7 @@ def refuse_own_passes(plan: Plan) -> None:
 
 
 def check_all_step(plan: Plan, stepped: int, optimizers: int) -> None:
-    """Refuse to update only some optimizers if the rule counts a replica's steps."""
+    """Refuse to step only some optimizers if the sync rule counts steps."""
     if stepped < optimizers:
         raise PlanError(
             "loop.rule_counts_steps",
@@ -495,14 +504,17 @@ def check_all_step(plan: Plan, stepped: int, optimizers: int) -> None:
 
 
 class Refusals:
-    """Hooks that raise errors for backward passes outside of the engine and for copies."""
+    """Hooks that refuse backward passes outside of the engine, and copies of divided models."""
 
     def __init__(self) -> None:
         self._hooks: list[Any] = []
         self._uncopied: list[nn.Module] = []
 
     def refuse_backward(self, parameters: Iterable[nn.Parameter], replica: Replica) -> None:
-        """Make `loss.backward()` an error for these parameters only."""
+        """Make `loss.backward()` raise an error if it reaches these parameters.
+
+        Earlier hooks are removed.
+        """
 
         def refuse(_: Tensor) -> None:
             if replica.backward.gradients == "refused":
@@ -512,9 +524,9 @@ class Refusals:
         self._hooks = [p.register_post_accumulate_grad_hook(refuse) for p in parameters if p.requires_grad]
 
     def refuse_copies(self, model: nn.Module, plan: Plan, ranks: int) -> None:
-        """Make `deepcopy` of a divided module an error.
+        """Make `deepcopy` of a divided module raise an error.
 
-        A copy would compute with the original's parts, so an average of the weights would be wrong.
+        A copy would still use the original's shards, so an average of the weights would be wrong.
         """
 
         def refuse(memo: Any) -> Any:
@@ -542,7 +554,7 @@ class Refusals:
 
 
 class NoLoader:
-    """Placeholder for a loader in loops whose ranks bring their own data."""
+    """Placeholder for the loader in loops whose ranks have their own data."""
 
     position = None
     indices: Sequence[int] = ()
@@ -557,7 +569,7 @@ class NoLoader:
         )
 
     def fill_every_rank(self, what: str) -> None:
-        """Require nothing: every rank computes with its own data."""
+        """Do nothing, because every rank has its own data."""
 
     def state_dict(self) -> dict[str, Any]:
         return {}
@@ -570,5 +582,5 @@ class NoLoader:
 
 
 def no_loss(output: Any, target: Any) -> Tensor:
-    """Raise an error; placeholder for a loss in loops that compute their own."""
+    """Placeholder for the loss in loops that compute the loss themselves; raises an error."""
     raise JobError("loop.no_loss", "setup was called without a loss")

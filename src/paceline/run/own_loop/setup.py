@@ -1,4 +1,4 @@
-"""`paceline.setup`: make an engine from model, optimizer, loss and loader."""
+"""`paceline.setup`: build an engine from a model, optimizer, loss and loader."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ OptimizersGiven = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | Mapp
 
 
 def _by_keyword(function: Callable[P, Engine]) -> Callable[P, Engine]:
-    """Refuse a loss and a loader by position, which was their place in earlier versions."""
+    """Refuse `loss` and `loader` as positional arguments, which earlier versions allowed."""
 
     @wraps(function)
     def checked(*args: P.args, **kwargs: P.kwargs) -> Engine:
@@ -77,45 +77,43 @@ def setup(
 ) -> Engine:
     """Prepare your own training loop for any number of ranks.
 
-    Without a launcher, the loop trains in this process; under torchrun, on all ranks. `plan="auto"` is one replica per
-    rank and measures nothing, while `paceline.train` measures the plans that it chooses from.
+    Without a launcher, the loop trains in this process. Under torchrun, it trains on all ranks. `plan="auto"` means one
+    replica per rank; unlike `paceline.train`, `setup` measures no plans.
 
     Args:
-        model: any `nn.Module`, or several in a list or dict. Each is moved to this rank's device and stays the same
-            object. If the plan divides a model (fsdp, tp, pp, cp, ep, remat), its parameters are replaced by this
-            rank's parts; in a pipeline, `engine.model` is this rank's stages.
-        optimizer: any optimizer, or several in a list or dict. Its parameters outside of the model (of a loss module, a
-            learned temperature) are kept equal on all ranks, too. If the plan divides the model, the optimizer has to
-            work element by element.
-        loss: `loss(output, target)`, the mean over the samples of a batch, for `engine.step(batch)`. `paceline.Loss`
-            describes losses that count other items than samples. None: the loop computes its own loss and calls
-            `engine.backward(loss)` and `engine.update()`.
-        loader: a `DataLoader` as one process would use it. Its `batch_size` is the *global* batch, which paceline
-            divides among the replicas, so the same script does the same work on any number of them. The order of its
-            sampler and its other arguments are kept, see docs/how-to/feed_data.md. None: every rank brings its own
-            data, and the losses of all ranks have the same weight.
-        plan: a `Plan`, its text, e.g. `"dp=2 precision=bf16 microbatches=4"`, or `"auto"`: one replica per rank.
-        precision: `fp32`, `bf16` (autocast; weights stay fp32), `fp16` (autocast with a loss scale that adapts itself)
-            or `fp64`.
-        clip_norm: largest L2 norm of the gradient; None clips nothing.
-        nonfinite: `stop` or `skip` an update whose loss or gradient is NaN or Inf. (`rewind` needs checkpoints: use
-            `paceline.train`.)
-        batch_norm: `local` statistics per replica, or `sync` over the global batch.
-        buffers: other buffers that the forward pass writes: `same` on all ranks (any difference is an error before the
-            update), or `local` to each rank.
-        seed: seed of the order of the data and of the dropout masks.
-        deadline_s: longest time in seconds that a rank may keep the others waiting.
-        on_step: functions that get the `StepResult` of every `step` and `update`, on every rank; see
+        model: any `nn.Module`, or several in a list or dict. Each is moved to this rank's device, and remains the same
+            object. If the plan divides the model (fsdp, tp, pp, cp, ep, remat), its parameters are replaced with this
+            rank's parts. With a pipeline, `engine.model` is this rank's stages.
+        optimizer: any optimizer, or several in a list or dict. Parameters outside of the model, such as those of a loss
+            module, are kept equal on all ranks as well. If the plan divides the model, the optimizer must work
+            elementwise.
+        loss: `loss(output, target)`, the mean loss over the samples of a batch, for `engine.step(batch)`. Use
+            `paceline.Loss` for a mean over other items, such as tokens. With None, the loop computes the loss itself,
+            and calls `engine.backward(loss)` and `engine.update()`.
+        loader: a `DataLoader` as in a script for one process. Its `batch_size` is the *global* batch size; each
+            replica gets a share. The sampler's order and the other arguments stay in effect, see
+            docs/how-to/feed_data.md. With None, every rank uses its own data, and all ranks' losses have equal weight.
+        plan: a `Plan`, its text, such as `"dp=2 precision=bf16 microbatches=4"`, or `"auto"` for one replica per rank.
+        precision: `fp32`, `bf16` (autocast; weights stay fp32), `fp16` (autocast with dynamic loss scaling) or `fp64`.
+        clip_norm: maximum L2 norm of the gradient; None disables clipping.
+        nonfinite: `stop` or `skip`: what to do if the loss or gradient is NaN or Inf. (`rewind` needs checkpoints, so
+            only `paceline.train` supports it.)
+        batch_norm: `local` for statistics per replica, or `sync` for statistics of the global batch.
+        buffers: other buffers that the forward pass writes: `same` on all ranks (a difference raises an error before
+            the update), or `local` to each rank.
+        seed: seed of the sample order and of the dropout masks.
+        deadline_s: maximum time in seconds that the other ranks wait for a rank.
+        on_step: callbacks that get the `StepResult` of every `step` and `update`, on every rank; see
             `paceline.tracker`.
 
     Returns:
         The engine of this rank.
 
     Raises:
-        JobError: model, optimizer, loss or a setting cannot work; the message says what to do.
+        JobError: the model, optimizer, loss or a setting is unsupported; the message has a remedy.
         DataError: the loader cannot be divided among the ranks.
         PlanError: the plan cannot run here.
-        LaunchError: the other ranks do not answer.
+        LaunchError: the other ranks do not respond.
 
     Example:
         >>> engine = paceline.setup(model, optimizer, loss=loss, loader=loader)
@@ -200,7 +198,7 @@ def _divided(
             size=group.size,
         )
     names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
-    from paceline.engine.split_model import divide  # slow imports
+    from paceline.engine.split_model import divide  # imported here, because the import is slow
 
     _broadcast_weights(model, group)
     split = divide(model, plan, mesh, dealt, cast(Loss, loss), settings)
@@ -295,7 +293,10 @@ def _check_settings(settings: Settings) -> None:
 
 
 def _outside(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], loss: Any) -> dict[str, Tensor]:
-    """Return parameters and buffers trained outside of the model, by a name for checkpoints."""
+    """Return tensors of the loss and optimizers outside of the model.
+
+    The keys are the tensors' names in checkpoints.
+    """
     known: set[Tensor] = {*model.parameters(), *model.buffers()}
     found: dict[str, Tensor] = {}
     if isinstance(loss, nn.Module):
@@ -353,7 +354,7 @@ def _check_rule(plan: Plan, optimizers: Sequence[torch.optim.Optimizer]) -> None
 
 
 def _check_loss_scale(plan: Plan, settings: Settings) -> None:
-    """Refuse fp16 if a rank lacks whole or exact gradients."""
+    """Refuse fp16 if the plan divides parameters or makes gradients inexact."""
     if (plan.precision or settings.precision) != "fp16":
         return
     if plan.splits:
@@ -397,7 +398,7 @@ def _check_optimizers(model: nn.Module, optimizers: Sequence[torch.optim.Optimiz
 def _check_plain(model: nn.Module) -> None:
     """Refuse a model that another library has wrapped for distributed training.
 
-    Its gradients would be summed twice, or its shards would be mistaken for whole parameters.
+    Its gradients would be summed twice, or paceline would treat its shards as whole parameters.
     """
     for name, module in model.named_modules():
         kind = type(module)
@@ -413,12 +414,12 @@ def _check_plain(model: nn.Module) -> None:
 
 
 def _broadcast_weights(model: nn.Module, group: Group) -> None:
-    """Broadcast the first rank's weights.
+    """Broadcast the first rank's weights and buffers.
 
     Otherwise ranks with different seeds would hold parts of different models.
     """
     for tensor in (*model.parameters(), *model.buffers()):
-        # an accelerator's collectives need device memory, and the model may still be on the host
+        # the model may still be on the host, but an accelerator's collectives need device memory
         common = tensor.detach().to(group.device)
         group.broadcast(common)
         if common.device != tensor.device:
@@ -426,7 +427,7 @@ def _broadcast_weights(model: nn.Module, group: Group) -> None:
 
 
 def _hand_over(optimizer: torch.optim.Optimizer, names: dict[Tensor, str], divided: Split) -> None:
-    """Make the optimizer update this rank's parts, with their part of its state."""
+    """Replace the optimizer's parameters and states with this rank's parts."""
     state = dict(optimizer.state)
     optimizer.state.clear()
     for group in optimizer.param_groups:

@@ -1,4 +1,4 @@
-"""Saving, loading, export and evaluation in a user's own loop, on any plan."""
+"""Saving, loading, export and evaluation in users' own loops, for any plan."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ if TYPE_CHECKING:
 
 Made = TypeVar("Made")
 
-_EXTRA = "extra/"  # prefix of the names of tensors in the user's own objects
+_EXTRA = "extra/"  # prefix of tensor names from the user's objects
 
 
 def save(engine: Engine, folder: Path, objects: Mapping[str, Any], keep: int) -> Path:
-    """Write a checkpoint and return when it is on disk; every rank calls it.
+    """Write a checkpoint to disk and wait for it; every rank calls it.
 
     Raises:
-        CheckpointError: it cannot be written, or something in `objects` is neither plain nor a tensor.
+        CheckpointError: the checkpoint cannot be written, or `objects` contains a value of an unsupported type.
     """
     _check_folder(engine, folder)
     tensors: dict[str, Tensor] = {}
@@ -64,7 +64,7 @@ def save(engine: Engine, folder: Path, objects: Mapping[str, Any], keep: int) ->
     taken.shared |= shared
     taken.own |= own
     group, deadline_s = engine.group, engine.group.deadline_s
-    # rank 0 removes half-written files of a crash; no rank may have begun before that
+    # rank 0 first removes files that a crash left incomplete; only then may other ranks write
     writer = _together(
         engine,
         lambda: Checkpointer(
@@ -97,19 +97,19 @@ def _raise_on_all(engine: Engine, problem: PacelineError | None, kind: type[Pace
 
 
 def load(engine: Engine, folder: Path, objects: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Resume from the newest whole checkpoint in `folder`; return its plain values.
+    """Resume from the newest complete checkpoint in `folder`; return its plain values.
 
-    Return None if there is no checkpoint.
+    Returns None if there is no checkpoint.
 
     Raises:
-        CheckpointError: the checkpoint has another model, optimizer or set of objects, or no existing checkpoint is
-            whole.
+        CheckpointError: the checkpoint has another model, optimizer or set of objects, or every checkpoint is
+            damaged.
         DataError: a data set of the loop has changed.
     """
     group = engine.group
     _check_folder(engine, folder)
     for loader in engine.loaders:
-        loader.fingerprint()  # now, because training may change the samples of a data set
+        loader.fingerprint()  # take the fingerprint before training, which may change the samples of a data set
     if not any(group.gather_json(folder.is_dir())):
         return None
     loaded = load_latest(folder, rank=group.rank, world=group.size, report=lambda *_: None, gather=group.gather_json)
@@ -145,9 +145,9 @@ def load(engine: Engine, folder: Path, objects: Mapping[str, Any]) -> dict[str, 
 
 
 def export(engine: Engine, path: Path) -> None:
-    """Write the model that `evaluate` measures as one safetensors file.
+    """Write the model that `evaluate` measures to a safetensors file.
 
-    Every rank calls it; rank 0 writes.
+    Every rank calls this function; rank 0 writes the file.
 
     Raises:
         RunError: the file exists or cannot be written.
@@ -170,7 +170,10 @@ def export(engine: Engine, path: Path) -> None:
 
 
 def _saved_beside(engine: Engine, path: Path, held: ExitStack) -> Path:
-    """Save a temporary checkpoint beside `path` to assemble a divided model; closing `held` deletes it."""
+    """Save a divided model as a temporary checkpoint beside `path`.
+
+    `export` assembles the model from the checkpoint. Closing `held` deletes the checkpoint.
+    """
     problem, own = None, ""
     try:
         own = str(held.enter_context(new_folder_beside(path))) if engine.is_main else ""
@@ -196,7 +199,7 @@ def _write_whole(engine: Engine, path: Path) -> None:
 def _check_folder(engine: Engine, folder: Path) -> None:
     """Raise an error if the ranks name different folders.
 
-    Otherwise the parts of one checkpoint would be separated.
+    Otherwise the parts of a checkpoint would be in several folders.
     """
     everyones = engine.group.gather_json(str(folder.absolute()))
     for rank, other in enumerate(everyones):
@@ -215,10 +218,12 @@ def _check_folder(engine: Engine, folder: Path) -> None:
 def _shared_and_own(
     engine: Engine, encoded: dict[str, Any], tensors: dict[str, Tensor]
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Return tensors equal on all ranks, and those of this rank alone (batch-norm averages).
+    """Return the tensors that are equal on all ranks, and this rank's own tensors.
+
+    Averages of batch-norm statistics, for example, differ between ranks.
 
     Raises:
-        CheckpointError: plain values differ between the ranks, or a tensor is divided.
+        CheckpointError: plain values differ between the ranks, or the plan divides a tensor.
     """
     for name, tensor in tensors.items():
         if local(tensor) is not tensor:
@@ -227,7 +232,7 @@ def _shared_and_own(
                 "the plan divides {name} over the ranks. Do not pass such state to engine.save, or use dp.",
                 name=name,
             )
-    # A sum and a sum of squares are enough to find the tensors that differ between ranks.
+    # To find tensors that differ between ranks, compare only sums and sums of squares.
     marks = {
         name: [float(widened(t).sum()), float(widened(t).square().sum()), list(t.shape)] for name, t in tensors.items()
     }
@@ -268,7 +273,7 @@ def _check_objects(loaded: Loaded, saved: Mapping[str, Any], objects: Mapping[st
 
 
 def _refuse_other_data(engine: Engine, loaded: Loaded) -> None:
-    """Refuse a changed data set on all ranks, even if only one rank has it."""
+    """Refuse a changed data set on all ranks, even if it changed on only one."""
     problem = None
     for loader, saved in zip(engine.loaders, loaded.values["loop"].get("data", ()), strict=False):
         if what := changed_data(saved, loader.fingerprint()):
@@ -287,7 +292,7 @@ def _refuse_other_data(engine: Engine, loaded: Loaded) -> None:
     _raise_on_all(engine, problem, DataError)
 
 
-_KIND = "!"  # marks a JSON object that does not represent a dict with string keys
+_KIND = "!"  # key that marks a JSON object of another kind than a dict with string keys
 _SEQUENCES: dict[str, Callable[[list[Any]], Any]] = {
     "tuple": tuple,
     "set": set,
@@ -304,10 +309,12 @@ _MAPPINGS: dict[str, Callable[[list[Any]], Any]] = {
 
 
 def encode(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
-    """Convert `value` to JSON and move its tensors into `tensors`, named `name…`.
+    """Convert `value` to JSON, and collect its tensors in `tensors`.
+
+    The tensors' names begin with `name`.
 
     Raises:
-        CheckpointError: a part is neither plain nor a tensor; names its position.
+        CheckpointError: a part of `value` has an unsupported type; the message has the part's position.
     """
     if value is None or type(value) in (bool, int, float, str):
         return value
@@ -340,7 +347,7 @@ def encode(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
 
 
 def decode(value: Any, read: Callable[[str], Tensor]) -> Any:
-    """Rebuild a value from `encode`; `read` returns a tensor by its name."""
+    """Rebuild a value that `encode` has converted; `read` returns a tensor by name."""
     if isinstance(value, list):
         return [decode(entry, read) for entry in value]
     if not isinstance(value, dict):
@@ -453,7 +460,10 @@ def _sum_and_count(name: str, value: Any, batch: Any, loader: Loader | None) -> 
 
 
 def _means(everyones: list[dict[str, list[float]]]) -> dict[str, float]:
-    """Average over all ranks, summed in rank order for equal bits on every rank."""
+    """Return means over all ranks.
+
+    Values are summed in rank order, so all ranks get bitwise equal results.
+    """
     together: dict[str, list[float]] = {}
     for sums in everyones:
         for name, (total, count) in sums.items():
@@ -464,7 +474,10 @@ def _means(everyones: list[dict[str, list[float]]]) -> dict[str, float]:
 
 
 def own_batches(data: Any, engine: Engine) -> Iterator[Any]:
-    """Yield every n-th batch of `data`, padded with None if a replica's ranks compute together."""
+    """Yield this rank's batches of `data`: every n-th batch for n data-parallel ranks.
+
+    If a replica's ranks compute together, None follows until all ranks have the same number of batches.
+    """
     return _dealt(data, engine).batches
 
 
@@ -496,17 +509,20 @@ def _dealt(data: Any, engine: Engine) -> _Dealt:
 
 
 def _loader_of(loader: DataLoader[Any], engine: Engine) -> tuple[Loader, int]:
-    """Return this rank's loader, and the largest number of batches of any rank (0 for a stream)."""
+    """Return this rank's loader, and the largest number of batches on any rank.
+
+    The number is 0 for a stream, because every rank then gets a part of each batch.
+    """
     group, seed = engine.data_group, engine.settings.seed
     check(loader, engine.group)
-    if isinstance(loader.dataset, IterableDataset):  # read by every rank, which keeps its part of each batch
+    if isinstance(loader.dataset, IterableDataset):  # every rank reads each batch and keeps its part
         return deal(loader, group, engine.group, seed, tells_epochs=False), 0
     sampler: Any = loader.batch_sampler if loader.batch_sampler is not None else loader.sampler
     in_order = type(loader.sampler) is SequentialSampler and type(loader.batch_sampler) in (BatchSampler, type(None))
     if in_order:
         own = sampler if group.size == 1 else list(islice(sampler, group.rank, None, group.size))
         drawn = len(sampler)
-    else:  # the ranks' random states differ, so the first rank draws; its own random state is restored
+    else:  # the ranks' random states differ, so rank 0 draws the batches; its random state is restored afterwards
         with kept_random():
             everyones = group.gather_json(list(sampler) if group.rank == 0 else [])[0]
         own, drawn = everyones[group.rank :: group.size], len(everyones)
@@ -523,7 +539,7 @@ def _loader_of(loader: DataLoader[Any], engine: Engine) -> tuple[Loader, int]:
         "prefetch_factor",
     )
     arguments |= {name: getattr(loader, name) for name in kept}
-    alone = Group()  # each rank reads whole batches
+    alone = Group()  # as the only rank of a group, each rank reads whole batches
     return deal(DataLoader(loader.dataset, **arguments), alone, alone, seed, tells_epochs=False), -(
         -drawn // group.size
     )

@@ -1,7 +1,7 @@
 """Parity of a plan with one process: `paceline check`.
 
-This module has the messages between the command and its ranks; it does not import torch. Read `check.py` first (starts
-the ranks and compares), then `ranks.py` (what each rank does).
+This module has the messages between the command and its ranks, and does not import torch. Read `check.py` first, which
+starts the ranks and compares the results. Then read `ranks.py`, which each rank runs.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from paceline.planning.plan import Plan
 
 @dataclass(frozen=True)
 class Parts:
-    """Division of a batch for one process: the microbatches of data-parallel ranks, in turn.
+    """Parts into which one process divides a batch, as data-parallel ranks would.
 
-    With `together`, the first microbatches of all ranks form one part, the second ones the next part, and so on. Layers
-    that the ranks share see the batch in this form.
+    By default, each part is one microbatch of one rank. With `together`, the first microbatches of all ranks form the
+    first part, the second microbatches form the second part, and so on. Synchronized batch norm sees such parts.
     """
 
     microbatches: int
@@ -28,12 +28,13 @@ class Parts:
 
 @dataclass(frozen=True)
 class Steps:
-    """Steps of a job under a plan.
+    """Request to train some steps of a job under a plan.
 
     Attributes:
-        parts: how a single process divides a batch; a plan of several ranks divides the batch itself.
-        folder: tensors of the reference, in `reference-STEP/tensors`.
-        perturbed: whether to begin with every weight changed by one unit in the last place.
+        count: number of steps.
+        folder: folder with the reference's tensors, in `reference-STEP/tensors`.
+        parts: parts into which a single process divides a batch; a plan with several ranks ignores them.
+        perturbed: whether to change every initial weight by one unit in the last place.
     """
 
     job: Job
@@ -46,14 +47,15 @@ class Steps:
 
 @dataclass
 class Reference:
-    """Results of the one process; its tensors are in the folder.
+    """Results of the single process; its tensors are in `Steps.folder`.
 
     Attributes:
+        losses: loss of every step.
         outputs: as in `Compared`.
-        written: buffers that the forward pass writes.
-        random: the module whose forward pass uses random numbers; None if there is none.
-        inputs: for every step, digests of its samples by index.
-        dataset: the name of the data set.
+        written: names of buffers that the forward pass writes.
+        random: name of a module whose forward pass draws random numbers; None if there is none.
+        inputs: for every step, the digest of each sample by its index.
+        dataset: type name of the data set.
         collate_draws: whether the collate function draws random numbers.
     """
 
@@ -72,11 +74,11 @@ class Compared:
 
     Attributes:
         losses: loss of every step, the same on all ranks.
-        steps: per step, the difference of every parameter and buffer of which the rank holds a shard: `gradient`,
-            `parameter`, `buffer`.
-        outputs: for every module that the rank runs, number, sum and sum of squares of its outputs in the first step.
-        report: a description of what the plan divided.
-        inputs: as in `Reference`, for the rank's own samples.
+        steps: for every step and tensor that the rank holds, the differences: `gradient`, `parameter` or `buffer`.
+        outputs: for every module that the rank runs, the number, sum and sum of squares of its outputs' elements in
+            the first step.
+        report: lines that describe what the plan divided.
+        inputs: for every step, the digests of the rank's own samples by index.
     """
 
     losses: list[float] = field(default_factory=list)

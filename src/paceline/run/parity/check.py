@@ -1,4 +1,4 @@
-"""`paceline check`: comparison of a plan with one process, before a long training."""
+"""`paceline check`: compare a plan with a single process before a long training."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Verdict = Literal["holds", "differs", "cannot tell"]
 
 
 class Tolerance(NamedTuple):
-    """Relative differences from one process in float64, of tensors in the L2 norm."""
+    """Relative differences from a single process; for tensors, in the L2 norm."""
 
     loss: float
     gradient: float
@@ -41,18 +41,18 @@ TOLERANCES = {
     "bf16": Tolerance(5e-3, 1e-1, 1e-2, 1e-2),
     "fp16": Tolerance(5e-3, 1e-1, 1e-2, 1e-2),
 }
-# If rounding alone may change a job by more than this, an error of the same size (one rank's gradient is missing)
-# would pass for rounding.
+# If rounding alone may change a job by more than this, a mistake, such as one rank's missing gradient, could not be
+# told from rounding.
 CAP = Tolerance(2e-2, 3e-1, 3e-2, 3e-2)
-# Multiple of the difference that one process in the plan's precision shows: up to this, the difference is rounding,
-# which some jobs amplify from step to step.
+# A plan may differ by this multiple of the difference that a single process in the same precision shows. Some jobs
+# amplify rounding from step to step.
 ROUNDING = {"fp64": 10.0, "fp32": 10.0, "bf16": 4.0, "fp16": 4.0}
 STEPS = 5
 
 
 @dataclass(frozen=True)
 class LargestDifference:
-    """The tensor that differs most in a step, and the rank that holds this shard."""
+    """The tensor that differs most in a step, and the rank that holds it."""
 
     difference: float
     name: str
@@ -61,7 +61,7 @@ class LargestDifference:
 
 @dataclass(frozen=True)
 class StepParity:
-    """Comparison of one step of the plan with the same step of one process."""
+    """Comparison of a step under the plan with the same step in a single process."""
 
     loss: float
     reference_loss: float
@@ -71,12 +71,12 @@ class StepParity:
 
     @property
     def loss_difference(self) -> float:
-        """Difference of the loss, relative to the reference."""
+        """Relative difference of the loss from the reference."""
         return abs(self.loss - self.reference_loss) / (abs(self.reference_loss) or 1.0)
 
     @property
     def differences(self) -> Tolerance:
-        """Largest difference of each quantity."""
+        """Largest relative difference of each quantity."""
         return Tolerance(
             self.loss_difference, self.gradient.difference, self.parameter.difference, self.buffer.difference
         )
@@ -87,14 +87,14 @@ class Parity:
     """Result of `check` for a plan.
 
     Attributes:
-        tolerance: tolerance of the precision, or more if one process in that precision differs from float64 by more.
-        steps: the steps in order.
-        parameters: for every parameter its largest gradient difference over the steps.
-        first_module: the first module, in the order in which they ran, whose output differs in the first step; None if
-            all are equal, or if the stages of a pipeline run separately.
-        report: a description of what the plan divided.
-        undecided: why the numbers prove nothing about the plan; None if they are conclusive.
-        reference_precision: precision of the one process; `fp32` only if the model cannot run in float64.
+        tolerance: tolerance of the plan's precision; larger if a single process in that precision differs more.
+        steps: comparisons of the steps, in order.
+        parameters: largest gradient difference of each parameter over all steps.
+        first_module: first module, in execution order, whose output differs in the first step; None if there is none,
+            or with a pipeline.
+        report: lines that describe what the plan divided.
+        undecided: reason why the result is inconclusive; None if it is conclusive.
+        reference_precision: precision of the single process; `fp32` only if the model cannot run in float64.
     """
 
     plan: Plan
@@ -108,12 +108,12 @@ class Parity:
 
     @property
     def largest(self) -> Tolerance:
-        """The largest differences over the steps."""
+        """Largest difference of each quantity over all steps."""
         return Tolerance(*map(max, zip(*(step.differences for step in self.steps), strict=True)))
 
     @classmethod
     def of(cls, plan: Plan, found: Sequence[Compared], reference: Reference, tolerance: Tolerance) -> Parity:
-        """Compare the results of the plan's ranks with the one process."""
+        """Compare the results of the plan's ranks with those of the single process."""
         parity = cls(plan, tolerance, [_step(found, i, loss) for i, loss in enumerate(reference.losses)])
         parity.parameters = _largest(found)
         parity.report = found[0].report
@@ -135,8 +135,8 @@ class Parity:
         """`holds` or `differs`; `cannot tell` if rounding or random numbers could hide a mistake."""
         if self.undecided is not None:
             return "cannot tell"
-        # If rounding moves one quantity beyond its cap, its effect on the others is random: a difference within
-        # their caps is no evidence either.
+        # If rounding may move one quantity beyond its cap, it also affects the other quantities at random. Then only
+        # differences beyond the caps are evidence.
         limits = self.tolerance if self.why_undecided is None else Tolerance(*map(max, self.tolerance, CAP))
         if any(found > limit for found, limit in zip(self.largest, limits, strict=True)):
             return "differs"
@@ -144,12 +144,12 @@ class Parity:
 
     @property
     def holds(self) -> bool:
-        """True if every step is within a tolerance that is small enough to be reliable."""
+        """True if every step is within the tolerance, and the result is conclusive."""
         return self.verdict == "holds"
 
     @property
     def why_undecided(self) -> str | None:
-        """Return the reason why a match could be a coincidence, with advice; else None."""
+        """Reason why a match could be a coincidence, with advice; None if conclusive."""
         if self.undecided is not None:
             return self.undecided
         beyond = [name for name, limit, cap in zip(Tolerance._fields, self.tolerance, CAP, strict=True) if limit > cap]
@@ -163,16 +163,16 @@ class Parity:
 
 
 def check(job: AnyJob, plan: AnyPlan = "auto", *, cluster: AnyCluster | None = None, steps: int = STEPS) -> Parity:
-    """Train a few steps under a plan and in one process, and compare them.
+    """Train a few steps under a plan and in a single process, and compare them.
 
     Args:
         job: a `Job`, its YAML file, or the file's URL.
-        plan: a `Plan`, its text, or `"auto"`: the plan that `train` would choose.
-        cluster: a `Cluster`, or the YAML file of one; None is this machine.
-        steps: the number of optimizer steps that are compared.
+        plan: a `Plan`, its text, or `"auto"` for the plan that `train` would choose.
+        cluster: a `Cluster`, or the YAML file of one; None means this machine.
+        steps: number of optimizer steps to compare.
 
     Returns:
-        The differences, and the verdict: `parity.holds` is True if they are within rounding.
+        The differences and the verdict; `parity.holds` is True if all differences are within rounding.
 
     Raises:
         PlanError: the plan cannot run the job here; the message lists every reason.
@@ -195,10 +195,10 @@ def check(job: AnyJob, plan: AnyPlan = "auto", *, cluster: AnyCluster | None = N
 class Checks:
     """Parity checks of one job.
 
-    The steps of one process run once for all plans that divide batches for batch norm in the same way.
+    Plans that divide batches in the same way are compared with the same reference.
 
     Attributes:
-        reference_precision: precision of the one process: float64, or float32 if the model cannot run in float64.
+        reference_precision: precision of the single process: `fp64`, or `fp32` if the model cannot run in float64.
     """
 
     def __init__(self, job: Job, cluster: Cluster | None = None, *, steps: int = STEPS) -> None:
@@ -210,13 +210,13 @@ class Checks:
 
     @contextmanager
     def opened(self) -> Iterator[Checks]:
-        """Create a folder for the files of the checks; it is removed at the end."""
+        """Create a temporary folder for the files of the checks."""
         with scratch_folder() as folder:
             self._folder = Path(folder)
             yield self
 
     def check(self, plan: Plan) -> Parity:
-        """Train the steps under the plan and compare them.
+        """Train the steps under the plan, and compare them with the reference.
 
         Raises:
             PlanError: the plan cannot run the job here; the message lists every reason.
@@ -250,10 +250,10 @@ class Checks:
         return Parity.of(plan, found, reference, tolerance)
 
     def _parts(self, plan: Plan) -> Parts:
-        """Return the parts in which one process computes a batch, to be comparable.
+        """Return the parts into which the single process must divide batches.
 
-        Batch norm couples the samples of a part, and a forward pass updates buffers (spectral norm) once per
-        microbatch.
+        They matter because batch norm couples the samples of a part, and because some layers, such as spectral norm,
+        update their buffers in each microbatch.
         """
         from paceline.planning.model.model_info import model_info
 
@@ -275,8 +275,7 @@ class Checks:
         try:
             return run_on_plan(_take_reference, steps, job=self.job, cluster=self.cluster, plan=plan, folder=folder)[0]
         except LaunchError:
-            # Some models name float32 in their code and raise in float64; for these, float32 is the most exact
-            # precision
+            # Models that name float32 in their code fail in float64; float32 is then the most exact precision.
             if precision != "fp64" or self._references:
                 raise
             reference = self._taken(folder, parts, "fp32")
@@ -307,9 +306,9 @@ def check_all(
 ) -> bool:
     """Check every legal plan of up to `most_ranks` ranks.
 
-    `say` gets each result as it completes; for a refused plan, its `PlanError`.
+    `say` is called with each plan and its result; for a refused plan, the result is a `PlanError`.
 
-    Returns True if every plan that runs holds.
+    Returns True if the check holds for every plan that can run.
     """
     from paceline.errors import PacelineError
     from paceline.planning.search.space import legal_plans
@@ -327,7 +326,7 @@ def check_all(
 
 
 def _other_inputs(found: Sequence[Compared], reference: Reference, plan: Plan) -> str | None:
-    """Explain why the inputs of ranks differ from the reference; None if they do not."""
+    """Return a reason if the ranks' inputs differ from the reference; None otherwise."""
     for compared in found:
         for step, (own, expected) in enumerate(zip(compared.inputs, reference.inputs, strict=True), 1):
             for index, digest in own.items():
@@ -348,14 +347,12 @@ def _other_inputs(found: Sequence[Compared], reference: Reference, plan: Plan) -
 
 
 def _amplified(parity: Parity, perturbed: Sequence[StepParity], factor: float) -> str | None:
-    """Explain a difference by amplified rounding.
-
-    Returns None if a step differs by more than rounding explains.
+    """Return a text if amplified rounding explains the differences; None otherwise.
 
     Args:
         parity: result of a plan that differs.
-        perturbed: steps of one process that began with every weight changed by one unit in the last place.
-        factor: a plan may differ by this many times the difference of that process.
+        perturbed: steps of a single process whose initial weights were changed by one unit in the last place.
+        factor: differences up to this multiple of the perturbed process's count as rounding.
     """
     moved = Tolerance(0.0, 0.0, 0.0, 0.0)
     for own, other in zip(parity.steps, perturbed, strict=True):
@@ -410,7 +407,7 @@ def _largest(found: Sequence[Compared]) -> dict[str, float]:
 
 
 def _first_difference(reference: dict[str, list[float]], found: Sequence[Compared], tolerance: float) -> str | None:
-    """Return the first module, in order of execution, whose outputs have another mean square."""
+    """Return the first module, in execution order, whose outputs' mean square differs."""
     for name, (number, _, square) in reference.items():
         ours = [compared.outputs[name] for compared in found if name in compared.outputs]
         if not ours or not number:

@@ -1,8 +1,7 @@
-"""Ranks of a parity check: steps under a plan against one process in float64.
+"""Ranks of a parity check: steps under a plan, compared with a single process.
 
-The one process writes its results to files; every rank of the plan then compares its own shards with them. So nothing
-is gathered, and replicas that have drifted apart are found, too. The compared gradients are those that the optimizer
-got.
+The single process writes its tensors to files, and every rank compares its own shards with them. So no tensors are
+gathered, and replicas that have drifted apart are detected. The compared gradients are those of the optimizer step.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from torch._compile import _disable_dynamo as _not_compiled  # imports the compiler when it is first called, not here
+from torch._compile import _disable_dynamo as _not_compiled  # imports the compiler only when called
 
 from paceline.comm import Group
 from paceline.comm.backend import joined
@@ -37,15 +36,15 @@ from paceline.run.learning_rate import LearningRate
 from paceline.run.parity import Compared, Reference, Steps
 from paceline.split.layout import ShardLayout, local
 
-# Some gradients are zero except for rounding (a bias of attention's keys shifts all scores alike), and biases begin
-# at zero. So differences are relative to at least this share of the norm of all gradients, of all parameters, or of
-# all buffers that the forward pass writes.
+# A tensor's difference is relative to its norm, but at least to this share of the norm of all gradients, all parameters
+# or all written buffers. Some gradients are zero except for rounding (a bias of attention keys), and biases begin at
+# zero.
 VANISHING = 1e-3
-_LOOKED_AT = 4  # number of samples, to find out whether the model uses random numbers
+_LOOKED_AT = 4  # number of samples in the test for random numbers in the model
 
 
 def take_reference(steps: Steps) -> Reference:
-    """Take the steps in this process alone, and write the tensors to the folder."""
+    """Take the steps in this process alone, and write the tensors to `steps.folder`."""
     with _comparable(steps.job, steps.plan):
         engine = _engine(steps, Group())
         drawn = random_module(engine.compute, engine.loader.example(_LOOKED_AT))
@@ -92,7 +91,7 @@ def compare(steps: Steps, reference: Reference) -> Compared:
 
 @contextmanager
 def _comparable(job: Job, plan: Plan) -> Iterator[None]:
-    """Disable dropout within this context; in float64, also compute everything in float64."""
+    """Disable dropout within this context; for fp64, compute everything in float64."""
     with nothing_dropped(), all_in_float64() if plan.precision_for(job) == "fp64" else nullcontext():
         yield
 
@@ -103,13 +102,13 @@ def _engine(steps: Steps, group: Group) -> RankEngine:
     without_dropout(model if isinstance(model, nn.Module) else model.model)
     data = job.data.build(input_shape=job.model.input_shape(), seed=job.seed)
     alone = job
-    if group.size == 1 and job.partition.weights is not None:  # the same batches, all for one rank
+    if group.size == 1 and job.partition.weights is not None:  # without weights, the single rank gets the same batches
         alone = job.model_copy(update={"partition": job.partition.model_copy(update={"weights": None})})
     engine = build_engine(alone, plan, model, data, group)
     if engine.precision == "fp64":
         engine.compute.step_loss = in_float64(engine.compute.step_loss)
     if engine.compute.loss_scale is not None:
-        # small enough that hardly a step overflows: a step that is left out has no update to compare
+        # a small loss scale, so that no step overflows: a skipped step has no update to compare
         engine.compute.loss_scale.value = 2.0**8
     if steps.perturbed:
         _perturb(engine)
@@ -119,10 +118,10 @@ def _engine(steps: Steps, group: Group) -> RankEngine:
 
 
 def _rates(steps: Steps, engine: RankEngine) -> Callable[[int], object]:
-    """Return a function that sets the rates of a step, counted from 1.
+    """Return a function that sets the learning rates of a step (1-based).
 
-    Only scheduler classes are applied. With other schedules the first rate stays, so that all steps move parameters
-    equally.
+    Only scheduler classes are applied. With other schedules, the first rate stays, so all steps move the parameters by
+    similar amounts.
     """
     if not steps.job.schedule.by_class:
         return lambda step: None
@@ -143,10 +142,10 @@ def _perturb(engine: RankEngine) -> None:
 
 
 class _Dealt:
-    """Loader that gives one process the parts of several data-parallel ranks.
+    """Emulation of several data-parallel ranks in one process, part by part.
 
-    Normally the parts follow one another, each with the rank's own buffers. With `together`, the n-th microbatches of
-    all ranks form one part.
+    By default, each part is one rank's microbatch, computed with that rank's buffers. With `together`, the n-th
+    microbatches of all ranks form one part.
     """
 
     def __init__(self, engine: RankEngine, job: Job, data: DataSets, ranks: int, *, together: bool) -> None:
@@ -157,11 +156,11 @@ class _Dealt:
         spec |= {"replicas": ranks, "labels": labels, "drop_last": job.drop_last}
         self.partitions = [Partition(job.partition, replica=rank, **spec) for rank in range(ranks)]
         self.buffers = [[b.clone() for b in engine.model.buffers()] for _ in range(ranks)]
-        self.waiting: list[int] = []  # the ranks of the next parts
+        self.waiting: list[int] = []  # by coming part: its rank
         engine.compute.microbatches = self.parts  # type: ignore[attr-defined]
         if together:
             return
-        # the engine weights parts, not whole batches
+        # the engine weights each part as a microbatch
         engine.plan = replace(engine.plan, microbatches=self.microbatches * ranks)
         engine.model.register_forward_pre_hook(lambda *_: self._take())
         engine.model.register_forward_hook(lambda *_: self._keep())
@@ -170,7 +169,7 @@ class _Dealt:
     def parts(self, batch: Batch) -> list[Batch]:
         position, indices = self.engine.loader.position, self.engine.loader.indices
         assert position is not None
-        of_ranks: list[list[list[int]]] = []  # the rows of every microbatch of every rank
+        of_ranks: list[list[list[int]]] = []  # by rank and microbatch: the rows of the batch
         for partition in self.partitions:
             own = torch.tensor(
                 [indices.index(i) for i in next(partition.batches(position.epoch, position.step))], dtype=torch.int64
@@ -192,7 +191,7 @@ class _Dealt:
         return dict(zip(dict(self.engine.model.named_buffers()), self.buffers[rank], strict=True))
 
     def _take(self) -> None:
-        if not self.waiting:  # not a training step, only a check of the model
+        if not self.waiting:  # the call is a check of the model, not a training step
             return
         for buffer, own in zip(self.engine.model.buffers(), self.buffers[self.waiting[0]], strict=True):
             buffer.copy_(own)
@@ -206,10 +205,7 @@ class _Dealt:
 
 
 def _buffers(engine: RankEngine) -> list[tuple[int, dict[str, Tensor]]]:
-    """Return buffers by data-parallel rank.
-
-    One process may stand for several such ranks.
-    """
+    """Return the buffers by data-parallel rank; one process may emulate several ranks."""
     dealt: _Dealt | None = getattr(engine, "dealt", None)
     if dealt is None:
         return [(engine.loader.partition.replica, engine.named_buffers())]
@@ -218,7 +214,7 @@ def _buffers(engine: RankEngine) -> list[tuple[int, dict[str, Tensor]]]:
 
 def _reference(steps: Steps, step: int) -> dict[str, Tensor]:
     file = _file(steps, step)
-    if not file.exists():  # host 0 has it
+    if not file.exists():  # the file is on host 0
         fetch(file.parent, steps.folder, steps.job.deadline_s)
     return _as_complex(load_file(file))
 
@@ -226,7 +222,7 @@ def _reference(steps: Steps, step: int) -> dict[str, Tensor]:
 def _as_real(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Convert complex tensors to pairs of real numbers, named `complex/NAME`.
 
-    safetensors has no complex128.
+    safetensors does not support complex128.
     """
     return {
         f"complex/{n}" if t.is_complex() else n: torch.view_as_real(t) if t.is_complex() else t
@@ -246,7 +242,7 @@ def _file(steps: Steps, step: int) -> Path:
 
 
 def _tensors(engine: RankEngine) -> dict[str, Tensor]:
-    """Return parameters, gradients and persistent buffers; buffers as `buffer/RANK/NAME`."""
+    """Return parameters, gradients and persistent buffers (`buffer/RANK/NAME`) by name."""
     held, kept = engine.named_parameters(), engine.model.state_dict(keep_vars=True).keys()
     found = {f"parameter/{name}": _copy(p) for name, p in held.items()}
     found |= {f"average/{name}": _copy(average) for name, average in _averages(engine).items()}
@@ -288,7 +284,7 @@ def _compare(engine: RankEngine, reference: dict[str, Tensor], written: set[str]
         )
         for name, buffer in buffers.items():
             expected = reference.get(prefix + name)
-            # otherwise the model is divided, and its parameters are compared
+            # in a divided model, buffers may have other shapes; only its parameters are compared
             if expected is not None and expected.shape == buffer.shape:
                 distance = _buffer_distance(buffer, expected, least if name in written else 0.0)
                 entry = found.setdefault(name, {})
@@ -312,7 +308,7 @@ def _whole_norm(reference: dict[str, Tensor], kind: str) -> float:
 
 
 def _distance(own: Tensor | None, reference: Tensor | None, layout: ShardLayout, least: float) -> float:
-    """Return the relative L2 distance; infinite if one of the two is missing."""
+    """Return the relative L2 distance; infinite if one nonzero tensor is missing."""
     if own is None or reference is None:
         there = own if own is not None else reference
         return 0.0 if there is None or not _copy(local(there)).any() else math.inf
@@ -322,9 +318,9 @@ def _distance(own: Tensor | None, reference: Tensor | None, layout: ShardLayout,
 
 
 class ModuleOutputs:
-    """Sums of the outputs of every module.
+    """Sums over the outputs of every module.
 
-    A mean does not depend on which rank computed which part, or on how many ranks computed the same.
+    Means are compared, because they do not depend on which rank computed which part, or how often.
     """
 
     def __init__(self, model: nn.Module) -> None:
