@@ -44,12 +44,12 @@ def batch(*bad: int, size: int = 12) -> tuple[torch.Tensor, torch.Tensor]:
 )
 def test_the_quantity_and_the_step_are_named(loss: float, norm: float, what: str) -> None:
     said = explain(Group(), batch(), list(range(12)), step=7, loss=loss, norm=norm)
-    assert said == f"{what} (the data of the batch is finite, so the model or the learning rate made it)"
+    assert said == f"{what} (the data of the batch is finite, so the cause is the model or the learning rate)"
 
 
 def test_samples_are_named_by_their_index_in_the_data_set_and_at_most_eight() -> None:
     said = explain(Group(), batch(1, 3), [100 + i for i in range(12)], step=1, loss=math.nan, norm=0.0)
-    assert "rank 0's share of the batch has it in samples [101, 103]" in said
+    assert "rank 0's share of the batch contains NaN or Inf in samples [101, 103]" in said
     said = explain(Group(), batch(*range(12)), list(range(12)), step=1, loss=math.nan, norm=0.0)
     assert "in samples [0, 1, 2, 3, 4, 5, 6, 7]" in said
 
@@ -67,8 +67,8 @@ def test_every_rank_says_the_same_of_all_ranks(ranks: Ranks) -> None:
     said = ranks(4, explained)
     assert len(set(said)) == 1
     assert (
-        "(rank 1's share of the batch has it in samples [20]; rank 2's share of the batch has it in samples [42, 45])"
-        in said[0]
+        "(rank 1's share of the batch contains NaN or Inf in samples [20]; "
+        "rank 2's share of the batch contains NaN or Inf in samples [42, 45])" in said[0]
     )
 
 
@@ -76,7 +76,7 @@ def test_the_errors_say_what_to_do() -> None:
     assert "Nothing was updated" in str(stop("problem"))
     for way_out in ("Clean the data", "clip_norm", "`nonfinite: skip`", "`nonfinite: rewind`"):
         assert way_out in str(stop("problem"))
-    assert str(gave_up("problem", 20)).startswith("problem, and 20 updates in a row were left out")
+    assert str(gave_up("problem", 20)).startswith("problem, and the model has not recovered after 20 skipped updates")
 
 
 def falling(seed: int, noise: float, slope: float, multiplies: bool, steps: int = 300) -> list[float]:

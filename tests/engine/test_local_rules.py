@@ -168,7 +168,8 @@ def test_a_replica_that_leaves_an_update_out_holds_up_no_other(tmp_path: Path, r
 
 def test_a_replica_whose_loss_is_not_finite_ends_the_run_and_is_named(tmp_path: Path, ranks: Ranks) -> None:
     with pytest.raises(
-        RankError, match=r"the loss of step \d+ is nan \(rank (0|1)'s share of the batch has it in samples \[5\]\)"
+        RankError,
+        match=r"the loss of step \d+ is nan \(rank (0|1)'s share of the batch contains NaN or Inf in samples \[5\]\)",
     ):
         train(tmp_path / "run", LOCAL, ranks, data=points(nan_at=[5]))
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def made_ready(engine: RankEngine, model: nn.Module, plan: Plan) -> nn.Module:
-    """Return the model on this rank's device in its precision, and check the loader's batches."""
+    """Prepare a model for this rank's device and precision, and check the loader's batches."""
     settings = engine.settings
     if plan.threads:
         torch.set_num_threads(plan.threads)
@@ -91,7 +91,8 @@ def prepared(
 def _refuse_frequencies(model: nn.Module, data_group: Group) -> None:
     """Refuse embeddings with `scale_grad_by_freq`.
 
-    They divide gradients by how often a row occurs in the batch, and a rank sees only a part of the batch.
+    Such embeddings divide gradients by how often a row occurs in the batch, but each rank sees only a part of the
+    batch.
     """
     for name, module in model.named_modules():
         if not isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
@@ -99,8 +100,8 @@ def _refuse_frequencies(model: nn.Module, data_group: Group) -> None:
         if module.scale_grad_by_freq and data_group.size > 1:
             raise PlanError(
                 "plan.scale_grad_by_freq",
-                '"{name}" has scale_grad_by_freq, which divides by how often a rank uses a row, not by the counts '
-                "of the global batch. Use dp=1, or scale_grad_by_freq=False.",
+                '"{name}" has scale_grad_by_freq, which divides by how often a rank uses a row, not by how often '
+                "the global batch uses it. Use dp=1, or scale_grad_by_freq=False.",
                 name=name,
             )
 
@@ -117,7 +118,7 @@ _library: torch.library.Library | None = None
 
 
 def use_onednn(on: bool) -> None:
-    """Compute all matrix products of this process with oneDNN, or with torch again.
+    """Switch the matrix products of this process to oneDNN, or back to torch.
 
     Raises:
         PlanError: this build of torch has no oneDNN.
@@ -137,13 +138,13 @@ def use_onednn(on: bool) -> None:
         )
     _library = torch.library.Library("aten", "IMPL")
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # that kernels are replaced
+        warnings.simplefilter("ignore", UserWarning)  # torch warns that kernels are replaced
         _library.impl("mm", _mm, "CPU", allow_override=True)
         _library.impl("addmm", _addmm, "CPU", allow_override=True)
 
 
 def has_onednn() -> bool:
-    """True if this build of torch has oneDNN's linear layer."""
+    """Return True if this build of torch has oneDNN's linear layer."""
     return torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
 
@@ -173,7 +174,7 @@ def _is_for_onednn(a: Tensor, b: Tensor) -> bool:
         a.dtype is torch.float32
         and b.dtype is torch.float32
         and a.dim() == 2 == b.dim()
-        and a.shape[1] == b.shape[0]  # else torch's own error is raised
+        and a.shape[1] == b.shape[0]  # otherwise torch raises its own error
         and a.shape[0] * a.shape[1] * b.shape[1] >= LEAST
         and _is_plain(a)
         and _is_plain(b)
@@ -200,7 +201,7 @@ def sparse_tables(model: nn.Module) -> dict[str, nn.Parameter]:
 def keep_rows(engine: RankEngine, model: nn.Module, plan: Plan) -> set[Tensor]:
     """Return the tables whose sparse gradients both the sync rule and the optimizer support.
 
-    A fused optimizer update does not support sparse gradients, so it is unfused.
+    Fused optimizer updates do not support sparse gradients, so this function disables fusion for these tables.
     """
     info = sync_info(plan.sync)
     tables: set[Tensor] = set(sparse_tables(model).values())
@@ -225,10 +226,10 @@ def refuse_sparse_adam(engine: RankEngine, plan: Plan) -> None:
         if isinstance(optimizer, SparseAdam) and not held <= engine.rows:
             raise JobError(
                 "optimizer.no_sparse_gradients",
-                "SparseAdam needs sparse gradients. They come only from embeddings with sparse=True, on CPUs, "
-                "under plans that neither divide nor compile the model. Under plan {plan}, {parameters} of its "
-                "parameters have dense gradients. Use Adagrad or SGD, which do not change rows without a gradient, "
-                "or Adam.",
+                "SparseAdam needs sparse gradients. Only embeddings with sparse=True have sparse gradients, and only "
+                "on CPUs under plans that neither divide nor compile the model. Under plan {plan}, {parameters} of the "
+                "optimizer's parameters have dense gradients. Use Adagrad or SGD, which do not change rows without a "
+                "gradient, or Adam.",
                 plan=plan,
                 parameters=len(held - engine.rows),
             )
@@ -237,7 +238,7 @@ def refuse_sparse_adam(engine: RankEngine, plan: Plan) -> None:
 def make_dense(model: nn.Module, kept: set[Tensor]) -> None:
     """Make embeddings produce dense gradients, except for the tables in `kept`.
 
-    Every collective supports dense gradients, and the optimizer steps do not change.
+    Every collective supports dense gradients, and the results of the optimizer steps stay the same.
     """
     for module in model.modules():
         if _is_sparse(module):

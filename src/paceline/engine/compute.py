@@ -41,8 +41,8 @@ class LocalLoss:
     """This rank's part of the global mean loss of a step.
 
     Attributes:
-        total: sum over the microbatches of their mean losses, each times its share of the global batch.
-        items: the sum of these shares.
+        total: sum of the microbatches' mean losses, each multiplied by the microbatch's share of the global batch.
+        items: sum of the microbatches' shares of the global batch.
     """
 
     total: float | Tensor = 0.0
@@ -59,18 +59,21 @@ class Compute(ABC):
 
     Attributes:
         model: the module on this rank; in a pipeline, this rank's stages.
-        forward: its forward pass, compiled if the plan asks for it.
-        loss: what the job minimises.
-        step_loss: what a step minimises: `loss`, or its vocabulary-parallel form if the logits stay divided.
+        forward: forward pass of the model, compiled if the plan says so.
+        loss: the job's loss function.
+        step_loss: loss function of a training step: `loss`, or its vocabulary-parallel form if the logits stay divided.
         loader: this rank's share of every global batch.
-        group: all ranks; `data_group`: those that read different samples.
+        group: all ranks.
+        data_group: the ranks that read different samples.
         split: how the model is divided over the ranks of a replica; None if each rank holds the whole model.
-        normalization: how the loss of each microbatch counts in the global mean.
-        loss_scale: the factor of fp16 training; None in other precisions.
-        replica: the view of this rank that the sync rule gets.
-        casts: whether FSDP2 already casts to the low precision.
-        divides_logits: whether the logits of a step stay divided over the vocabulary, for a loss that can sum over it.
-        reads: refuses reads of parameter shards by code outside of the model; None if each rank holds all parameters.
+        normalization: weights of the microbatches' losses in the global mean.
+        loss_scale: loss scale of fp16 training; None in other precisions.
+        replica: the object through which the sync rule accesses this rank.
+        casts: True if FSDP2 already casts to the low precision.
+        divides_logits: True if each rank keeps only its part of the vocabulary's logits, because the loss can combine
+            the parts.
+        reads: check that refuses reads of parameter shards outside of the model; None if each rank holds all
+            parameters.
     """
 
     replica: Replica
@@ -103,15 +106,15 @@ class Compute(ABC):
         Args:
             batch: this rank's share of the global batch; None if it is empty.
             position: position of the batch in the data.
-            step: number of the current optimizer step, from 1, for error texts.
+            step: number of the current optimizer step, counted from 1, for error messages.
         """
 
     @abstractmethod
     def output(self, batch: Batch | None) -> tuple[Any, Batch] | None:
-        """Return the model's output and the placed batch; None on ranks without it."""
+        """Return the model's output and the batch on this rank's device; None without an output."""
 
     def call(self, batch: Batch) -> Any:
-        """Return the model's output for a batch that is already placed."""
+        """Return the model's output for a batch that is already on this rank's device."""
         try:
             return call(self.forward, batch, loss=self.loss)
         except (TypeError, RuntimeError) as error:
@@ -129,15 +132,15 @@ class Compute(ABC):
         return place(batch, self.device, dtype=wide, channels_last=self.plan.memory_format == "channels_last")
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """Return the autocast context of the plan's precision; empty if FSDP2 casts itself."""
+        """Return the autocast context for the plan's precision; a null context if FSDP2 casts."""
         narrow = _NARROW.get(self.precision)
         return torch.autocast(self.device.type, narrow) if narrow is not None and not self.casts else _AS_IT_IS
 
     def prepare(self, batch: Batch | None) -> None:
         """Exchange the number of items that the loss averages over, before the first step.
 
-        `normalization.items_per_sample` is then the largest number of items per sample in the first batch of any
-        replica, and the unit in which every replica counts its share.
+        This sets `normalization.items_per_sample` to the largest number of items per sample in the first batch of any
+        replica. Every replica counts its share of the global batch in this unit.
         """
         self.normalization.prepare()
         if self.normalization.items_per_sample is None:
@@ -152,12 +155,12 @@ class Compute(ABC):
         """Return the mean loss of a microbatch and its share of the global batch.
 
         Raises:
-            DataError: the target cannot be compared with the output; names the sample.
+            DataError: the loss cannot compare the target with the output; the message names the sample.
         """
         try:
             return self._loss(output, part, position, step)
         except DataError:
-            # gives a better error message if it does
+            # raises an error with a better message if the target is the cause
             self.check_target(output, batch, self.here(step), self.loader.indices, self.step_loss)
             raise
 
@@ -170,7 +173,7 @@ class Compute(ABC):
             check(output, target, where, samples)
 
     def here(self, step: int) -> str:
-        """Return the position of an error, for its text."""
+        """Return a phrase with step and rank for an error message."""
         return f"in step {step} on rank {self.group.rank}"
 
     @property
@@ -194,17 +197,18 @@ class Compute(ABC):
 
 
 class ExpertBalance:
-    """Weights of the balance loss of a model's routers; does nothing for models without routers."""
+    """Weights of the routers' load-balancing loss; without effect on models without routers."""
 
     def __init__(self, compute: Compute) -> None:
         self.compute = compute
         self._routes = any(True for _ in routers_of(compute.model))
 
     def weigh(self, part: Batch | None, position: Position, *, alike: bool = False) -> None:
-        """Set the weights of a microbatch's sequences in the routers' balance loss; None means 0.
+        """Set the weight of each sequence of a microbatch in the routers' load-balancing loss.
 
         Args:
-            alike: one number for all sequences, as the stages of a pipeline need it.
+            part: the microbatch; None sets the weights to 0.
+            alike: True gives all sequences the same weight, which pipeline stages need.
         """
         if not self._routes:
             return
@@ -232,7 +236,7 @@ class ExpertBalance:
         weigh_balance(compute.model, weights.mean() if alike else weights)
 
     def counts(self) -> dict[str, Any]:
-        """Return this rank's tokens per expert so far (`moe_counts`); {} if another rank reports them."""
+        """Return the number of tokens per expert on this rank; {} if another rank reports it."""
         split_ = self.compute.split
         if split_ is None:
             return moe_counts(self.compute.model)
@@ -242,7 +246,7 @@ class ExpertBalance:
 
 
 class WholeModel(Compute):
-    """A replica on one rank; computes its share of the batch in successive microbatches."""
+    """A replica on one rank, which computes its share of the batch in successive microbatches."""
 
     def __init__(self, model: nn.Module, loss: Loss, loader: Loader, plan: Plan, group: Group, precision: str) -> None:
         super().__init__(model, loss, loader, plan, group, group, precision, None)
@@ -269,14 +273,14 @@ class WholeModel(Compute):
         return local
 
     def _knowing(self, batch: Batch) -> AbstractContextManager[None]:
-        """Return a context that gives the loss the labels that are already on the host."""
+        """Return a context in which the loss reads labels from their copy on the host."""
         knowing = getattr(self.step_loss, "knowing", None)
         if knowing is None or not is_accelerator(self.device) or on_accelerator(target := target_of(batch)):
             return _AS_IT_IS
         return cast(AbstractContextManager[None], knowing(target))
 
     def microbatches(self, placed: Batch) -> list[Batch]:
-        """Split this rank's share into the microbatches that it computes in turn."""
+        """Split this rank's share of the batch into microbatches."""
         return list(split(placed, self.plan.microbatches))
 
     def output(self, batch: Batch | None) -> tuple[Any, Batch] | None:

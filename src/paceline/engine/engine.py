@@ -54,11 +54,11 @@ class Outcome:
     """Numbers of a step that every rank uses for its update.
 
     Attributes:
-        rescale: see `Reduced`.
-        norm: of the gradient, before clipping.
+        rescale: factor that turns the gradients into gradients of the mean loss; see `Reduced`.
+        norm: L2 norm of the gradient, before clipping.
         updated: False if the update was skipped.
-        last_losses: see `LossSpikes`.
-        loss_scale: state of the loss scale after the step; None in other precisions than fp16.
+        last_losses: recent losses, with which `LossSpikes` compares the next loss.
+        loss_scale: state of the loss scale after the step; None unless the precision is fp16.
     """
 
     loss: float
@@ -71,19 +71,19 @@ class Outcome:
 
 @dataclass(slots=True, repr=False)
 class StepResult:
-    """Result of one step, the same on every rank but for `timing`.
+    """Result of one step; only `timing` differs between ranks.
 
-    With local rules, `grad_norm` and `problem` describe only this replica. So does `loss` in steps that are not
-    `reduced`.
+    With local rules, `grad_norm` and `problem` describe only this replica. If `reduced` is False, `loss` also describes
+    only this replica.
 
     Attributes:
         step: number of optimizer steps so far, this one included.
-        loss: mean over the global batch, before the update.
+        loss: mean loss over the global batch, before the update.
         samples: number of samples of the global batch.
         grad_norm: L2 norm of the whole gradient, before clipping.
-        problem: why the update was skipped (loss or gradient not finite, a spike); None if it was made.
+        problem: reason for a skipped update (NaN or Inf in loss or gradient, or a spike); None if the update was made.
         votes: number of ranks that asked for a stop, for a checkpoint, and so on.
-        timing: this rank's times. On accelerators they belong to the previous step, and are None at the first step,
+        timing: this rank's times. On accelerators, these are the times of the previous step (None at the first step),
             unless the engine runs ahead.
         reduced: True if loss and votes cover all replicas.
     """
@@ -105,7 +105,7 @@ class StepResult:
 
     @property
     def is_spike(self) -> bool:
-        """Return True if a spike was the reason to skip the update."""
+        """Return True if the update was skipped because of a spike in the loss."""
         return self.problem is not None and math.isfinite(self.loss) and math.isfinite(self.grad_norm)
 
 
@@ -113,29 +113,28 @@ class RankEngine:
     """Training steps of one rank; `paceline.Engine` adds what users' own loops need.
 
     Attributes:
-        model: the user's module, on this rank's device. The same object, not a wrapper; in a pipeline, this rank's
-            stages.
-        loader: this data-parallel rank's share of every global batch, one epoch per iteration. A replica of several
-            ranks has one or more data-parallel ranks; all its ranks that compute parts of the same samples have the
-            same one.
-        compute: forward and backward passes of this rank, of the whole model or of a part.
+        model: the user's module itself, not a wrapper, on this rank's device. In a pipeline, this rank's stages.
+        loader: this rank's share of every global batch; one iteration over the loader is one epoch. Ranks that compute
+            parts of the same samples get the same share.
+        compute: forward and backward passes of this rank, through the whole model or a part of it.
         split: how the model is divided over the ranks of a replica; None if each rank holds the whole model.
         reduction: sums gradients, loss and votes over all replicas.
         guard: skips updates with NaN or Inf, and updates after a spike of the loss.
-        rows: tables whose gradients are sparse.
-        average: moving average of the weights, which evaluations measure; None without the job's `ema`.
+        rows: embedding tables with sparse gradients.
+        average: moving average of the weights, which evaluations use; None if the job does not set `ema`.
         rule: the sync rule of the replicas.
-        replica: the view of this rank that the rule gets; its `traffic` counts the bytes that the rule has sent.
+        replica: the object through which the rule accesses this rank; its `traffic` counts the bytes that the rule has
+            sent.
         messages: lines for the run's record, from the rule and from the comparison of replicas.
         local_steps: True if replicas may differ between synchronizations (local rules).
         updates: number of updates so far; replicas are compared before some of them.
-        runs_ahead: True if the host reads the numbers of a step only after `begin` returns.
+        runs_ahead: True if the host reads the loss and gradient norm of a step only after `begin` returns.
         device: device of the model.
         outcome: outcome of the newest step, unless the engine runs ahead.
         sync_interrupted: True if the generation ended before replicas synchronized the parameters of the newest step
-            (local rules). This replica keeps its own step.
-        before_update: called before every optimizer step with its number, because the checkpoint writer copies weights
-            until then; None without a writer.
+            (local rules). This replica then keeps the result of its own update.
+        before_update: called with the step number before every optimizer step, because the checkpoint writer may still
+            be copying weights; None without a writer.
     """
 
     def __init__(
@@ -152,7 +151,11 @@ class RankEngine:
         *,
         identical: bool = False,
     ) -> None:
-        """Make the engine of one rank; `identical`: the replicas already have the same parameters."""
+        """Create the engine of one rank.
+
+        Args:
+            identical: True if the replicas already have the same parameters.
+        """
         # parameters and buffers outside of the model that are trained with it
         self.extra = dict(extra or {})
         self.split, self.optimizer, self.loss, self.loader = split, optimizer, loss, loader
@@ -199,21 +202,21 @@ class RankEngine:
         """Run forward, backward, reduction and update on this replica's share of a global batch.
 
         Args:
-            batch: what `loader` yielded: (inputs …, target) or a mapping with "labels"; None if this replica's share is
+            batch: a batch from `loader`: (inputs …, target) or a mapping with "labels"; None if this replica's share is
                 empty.
 
         Raises:
-            NonFiniteError: NaN or Inf in the loss or the gradients, and the policy is to stop. Nothing was updated.
+            NonFiniteError: the loss or a gradient has NaN or Inf, and the policy is `stop`. No parameter was updated.
             SyncError: another rank failed or missed the deadline.
-            DataError: the batch is not one of `loader`'s, has no target, or has a label out of range.
+            DataError: the batch does not come from `loader`, has no target, or has a label out of range.
         """
         return self.settle(self.begin(batch))
 
     def begin(self, batch: Batch | None) -> StepResult | UnreadStep:
         """Begin a step; `settle` returns its result.
 
-        If the engine runs ahead, the step and its update are only queued, and its numbers are not read yet. Until then,
-        the update may come from a gradient with NaN or Inf: call `settle` before you save or evaluate the weights.
+        If the engine runs ahead, this call only queues the step and its update, and does not read the loss or gradient
+        norm. The gradient may have NaN or Inf, so call `settle` before you save or evaluate the weights.
         """
         step, position = self._prepare(batch)
         with self._gradients("collected"):
@@ -236,10 +239,10 @@ class RankEngine:
     def settle(self, begun: StepResult | UnreadStep) -> StepResult:
         """Return the result of a step that `begin` started.
 
-        On accelerators the host waits for the device only here.
+        On accelerators, the host waits for the device only in this call.
 
         Raises:
-            NonFiniteError: as `step`. If the engine runs ahead, the weights are already updated.
+            NonFiniteError: as for `step`, but if the engine runs ahead, the weights are already updated.
         """
         if isinstance(begun, StepResult):
             return begun
@@ -250,21 +253,21 @@ class RankEngine:
         return StepResult(begun.step, reduced.loss, begun.total, norm, None, reduced.votes, timing)
 
     def examines(self, step: int) -> bool:
-        """Return True if a step compares replicas, or the microbatches of a user's loss.
+        """Return True if a step compares replicas or verifies a user's loss.
 
-        Such a step waits for the device. Earlier steps are settled first, so that their problems are not reported for
-        it.
+        Such a step waits for the device. Earlier steps are settled first, so that their problems are not reported as
+        problems of this step.
         """
         return self.updates + 1 >= self.replica_state.due or self.compute.normalization.examines(step)
 
     def finish(self, outcome: Outcome, stage: Literal["summed", "mean"]) -> None:
-        """Finish a step without other ranks, from the reduced gradients in the parameters' `.grad`.
+        """Finish a step with the reduced gradients in `.grad`, without other ranks.
 
         Used by a rank whose step was interrupted after the gradients were summed.
 
         Args:
-            outcome: outcome on the ranks that completed the step.
-            stage: stage of the gradients, see `GradientReduction`.
+            outcome: outcome of the step on the ranks that completed it.
+            stage: `summed` if the gradients are sums over all ranks, `mean` if they are already rescaled to the mean.
         """
         step = self.step_count + 1
         if outcome.updated:
@@ -281,22 +284,23 @@ class RankEngine:
     def deal(self, loader: DataLoader[Any]) -> Loader:
         """Distribute another `DataLoader` over the ranks, like the one given to `setup`.
 
-        Use it for a second data set, an actor's stream or a validation set.
+        Use this method for a second data set, a validation set, or a stream of samples from an actor.
 
-        Iterating it yields this rank's share of each batch; its `position` gives the samples of the share and of the
-        global batch. Every rank must call this, in the same order.
+        The returned loader yields this rank's share of each batch. The loader's `position` gives the number of samples
+        in the share and in the global batch. Every rank must call this method, in the same order.
         """
         self._dealt += 1
         return deal(loader, self.data_group, self.group, self.settings.seed + 7919 * self._dealt)
 
     def evaluate(self, batches: Iterable[Batch | None], metrics: list[Metric]) -> dict[str, float]:
-        """Compute metrics over the batches of all data-parallel ranks, exactly for any division of samples.
+        """Compute metrics over the batches of all data-parallel ranks.
 
-        The model is in eval mode during the evaluation.
+        The results are exact for any division of the samples over ranks. The model is in eval mode during the
+        evaluation.
 
-        Every rank must call this. If a replica has several data-parallel ranks, each must pass the same number of
-        batches, with None for missing ones. With local rules, the replicas evaluate the parameters of a
-        synchronization. Batch-norm statistics are averaged over the data-parallel ranks.
+        Every rank must call this method. If a replica has several data-parallel ranks, each of them must pass the same
+        number of batches, with None for a missing batch. With local rules, the replicas evaluate synchronized
+        parameters. Batch-norm statistics are averaged over the data-parallel ranks.
         """
         found = self.evaluation.means(batches, metrics, self.rule)
         self.meter.restart()
@@ -304,7 +308,7 @@ class RankEngine:
 
     def close(self) -> None:
         """Release the model and remove paceline's hooks; a divided model stays divided."""
-        with ExitStack() as held:  # close each of them, even if one fails because ranks are gone
+        with ExitStack() as held:  # closes all of them, even if one fails because ranks are gone
             held.callback(unsynchronise, self.model)
             held.callback(self.replica_state.close)
             if self.split is not None:
@@ -322,7 +326,7 @@ class RankEngine:
 
     @property
     def parts(self) -> dict[str, Part] | None:
-        """Return this rank's shards of its parameters; None if it holds all of each parameter."""
+        """Return this rank's shards of the parameters; None if this rank holds whole parameters."""
         return self.split.parts if self.split is not None else None
 
     @property
@@ -331,12 +335,12 @@ class RankEngine:
         return self.split.parameter_count if self.split is not None else sum(p.numel() for p in self.model.parameters())
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
-        """Yield the parameters that this rank's optimizer updates, by their names in the undivided model."""
+        """Return the parameters that this rank's optimizer updates, by name in the undivided model."""
         extra = {name: p for name, p in self.extra.items() if isinstance(p, nn.Parameter)}
         return self.split.parameters if self.split is not None else {**dict(self.model.named_parameters()), **extra}
 
     def named_buffers(self) -> dict[str, Tensor]:
-        """Yield this rank's buffers, by their names in the undivided model."""
+        """Return this rank's buffers, by name in the undivided model."""
         extra = {name: b for name, b in self.extra.items() if not isinstance(b, nn.Parameter)}
         return self.split.named_buffers() if self.split is not None else {**dict(self.model.named_buffers()), **extra}
 
@@ -400,7 +404,11 @@ class RankEngine:
         return SplitModel(self.split, self.loss, self.loader, plan, self.group, self.precision)
 
     def _attach(self, *, identical: bool = False) -> None:
-        """Attach the model to the rule; `identical`: the replicas already have the same parameters."""
+        """Attach the model to the rule.
+
+        Args:
+            identical: True if the replicas already have the same parameters.
+        """
         split, world, info = self.split, self.group, sync_info(self.plan.sync)
         inner = split.mesh.group(*REPLICA) if split is not None and info.needs_inner else Group(device=world.device)
         self.replica = Replica(
@@ -449,14 +457,14 @@ class RankEngine:
         return tuple([id(p) if p.requires_grad else 0 for g in self.optimizer.param_groups for p in g["params"]])
 
     def _follow_changes(self, *, forward_is_done: bool = False) -> None:
-        """Follow a change of the set of trained parameters.
+        """Attach the sync rule again if the set of trained parameters has changed.
 
-        With local rules, the replicas' parameters are averaged first. If the forward pass is already done, the change
-        is postponed until after the update.
+        With local rules, the replicas' parameters are averaged first. If the forward pass is already done, local rules
+        postpone the change until after the update.
 
         Raises:
-            PlanError: the plan divides the model, so its parts were fixed at the start.
-            JobError: the forward pass used parameters that may differ between the ranks.
+            PlanError: the set has changed, but the plan divides the model into shards that were fixed at the start.
+            JobError: the forward pass has already used new parameters that may differ between the ranks.
         """
         if self._signature() == self._trained:
             return
@@ -495,7 +503,7 @@ class RankEngine:
         self._attach(identical=True)
 
     def _average_replicas(self) -> None:
-        """Set the parameters that were or are trained to their mean over the replicas."""
+        """Set all parameters, previously trained or newly added, to their mean over the replicas."""
         with self.rule.shared_parameters():
             together = [p.detach().clone() for p in self._parameters]
         # the rule does not know new parameters, and the optimizer may have stepped on them already
@@ -507,7 +515,10 @@ class RankEngine:
 
     @contextmanager
     def _gradients(self, go: Literal["collected", "kept"]) -> Iterator[None]:
-        """Return a context that sets where backward passes store gradients; outside, `loss.backward()` is refused."""
+        """Return a context that sets where backward passes store gradients.
+
+        Outside of the context, `loss.backward()` raises an error.
+        """
         self.replica.backward.gradients = go
         try:
             yield
@@ -539,7 +550,7 @@ class RankEngine:
     # Update
 
     def _clip(self, norm: float, most: float | None = None) -> None:
-        """Clip gradients whose norm is `norm` to `most`, which defaults to the job's limits."""
+        """Clip gradients of norm `norm` to the norm `most`; without `most`, to the job's limits."""
         if most is None and self.settings.clip_value is not None:
             clip_elements(self.reduction.gradients, self.settings.clip_value)
         most = self.settings.clip_norm if most is None else most
@@ -559,7 +570,7 @@ class RankEngine:
 
     @contextmanager
     def _measured_weights(self) -> Iterator[None]:
-        """Return a context in which the model has the weights that evaluations measure."""
+        """Return a context in which the model has the weights to evaluate."""
         if self.average is None:
             yield
             return
@@ -580,10 +591,10 @@ class RankEngine:
             self.meter.mark(CHECKPOINT)
 
     def _synchronize_parameters(self, step: int) -> None:
-        """Synchronize parameters as the local rule asks in every step.
+        """Let the local rule synchronize the parameters after a step.
 
-        A replica that skipped its update takes part, because the others wait for it. If the generation ends during this
-        call, the step is kept, and the replicas synchronize the next time.
+        A replica that skipped its update also takes part, because the other replicas wait for it. If the generation
+        ends during this call, this replica keeps its step, and the next synchronization includes it.
         """
         self.meter.mark(OPTIMIZER)
         self.on_phase("sync", step)

@@ -1,4 +1,4 @@
-"""Exact evaluation on a validation set, however its samples are divided over the ranks."""
+"""Exact evaluation on a validation set, for any division of its samples over ranks."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ class Evaluation:
     """Evaluation of the model on validation batches, with synchronized parameters.
 
     Args:
-        statistics: whether buffers differ between replicas, so that their mean is measured (local batch norm).
+        statistics: True if buffers differ between replicas (local batch norm); the evaluation then uses their mean.
         seed: seed of the random numbers that the model draws during the evaluation.
-        on_phase: called to report that this rank is alive, because a set may be long.
+        on_phase: called before every batch to report that this rank is alive, because an evaluation may take long.
         weights: context in which the model has the weights to evaluate.
-        on_end: called by every rank after its last batch, when replicas may write into their parameters again.
+        on_end: called on every rank after the last batch, when replicas may change their parameters again.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class Evaluation:
         self._statistics = statistics
 
     def means(self, batches: Iterable[Batch | None], metrics: list[Metric], rule: SyncRule) -> dict[str, float]:
-        """Compute the metrics over the batches of all ranks; every rank calls this."""
+        """Compute the metrics over the batches of all ranks; every rank must call this."""
         measured = Measured(metrics)
         with self.measuring(rule):
             for i, batch in enumerate(batches):
@@ -120,9 +120,10 @@ class Evaluation:
 
 
 def batches_of(compute: Compute, dataset: Dataset[Any], global_batch: int) -> Iterable[Batch | None]:
-    """Return this rank's batches of a set to evaluate.
+    """Return this rank's batches of a validation set.
 
-    If ranks wait for each other in every batch, all get the same number of batches; None stands for a missing one.
+    If ranks wait for each other in every batch, every rank gets the same number of batches, with None for a missing
+    batch.
     """
     # a metric of a whole batch depends on which samples are in it
     whole = getattr(compute.loss, "whole_batch", False)
@@ -146,12 +147,12 @@ class Measured:
         self._kept: list[_Sums | _Rows | _States] = [_kept_of(metric) for metric in metrics]
 
     def add(self, values: list[tuple[Any, Any]]) -> None:
-        """Add the values of each metric for one batch; none if another rank measures it."""
+        """Add each metric's values for one batch (empty if another rank has the values)."""
         for kept, (first, second) in zip(self._kept, values, strict=False):
             kept.add(first, second)
 
     def results(self, group: Group | None = None) -> dict[str, float]:
-        """Compute each metric over the batches of all ranks of `group`; every rank calls this."""
+        """Compute each metric over the batches of all ranks; every rank must call this."""
         sums = [kept for kept in self._kept if isinstance(kept, _Sums)]
         add_up(sums, group)
         return {metric.name: kept.result(group) for metric, kept in zip(self.metrics, self._kept, strict=True)}
@@ -164,7 +165,7 @@ def _kept_of(metric: Metric) -> _Sums | _Rows | _States:
 
 
 class _Sums:
-    """Two sums of a metric; the first may be a tensor."""
+    """The total (possibly a tensor) and the count from which a metric is computed."""
 
     def __init__(self, metric: Metric) -> None:
         self.metric = metric
@@ -182,7 +183,7 @@ class _Sums:
 
 
 def add_up(sums: list[_Sums], group: Group | None) -> None:
-    """Add up the sums of all ranks in one exchange."""
+    """Add up the sums of all ranks in one all-reduce."""
     if group is None or group.size == 1:
         return
     # a rank without a batch does not know the number of values
@@ -209,7 +210,7 @@ def add_up(sums: list[_Sums], group: Group | None) -> None:
 
 
 class _States:
-    """A torchmetrics metric's own states on this rank (`paceline.job.zoo.torch_metrics`)."""
+    """States of a torchmetrics metric on this rank (see `paceline.job.zoo.torch_metrics`)."""
 
     def __init__(self, metric: Any) -> None:
         self.name, self._states = metric.name, metric.begin()
@@ -245,8 +246,8 @@ class _Rows:
             shown = ", ".join(str(list(one.shape)) if isinstance(one, Tensor) else type(one).__name__ for one in pair)
             raise JobError(
                 "metric.gathers_invalid",
-                "metric {metric} gathers, so its call must return two tensors (predictions, targets) with one row "
-                "per sample; it returned {found}",
+                "metric {metric} gathers rows, so its call must return two tensors (predictions, targets) with one row "
+                "per sample, but it returned {found}",
                 metric=self.name,
                 found=shown,
             )
@@ -267,11 +268,11 @@ class _Rows:
 
 
 def gathered(own: Tensor | None, group: Group, name: str) -> Tensor | None:
-    """Gather the rows of all ranks on the host, in rank order; None without any.
+    """Gather the rows of all ranks (None without rows) on the host, in rank order.
 
     Args:
-        own: this rank's rows; None for none.
-        name: name of the metric, for messages.
+        own: this rank's rows; None if this rank has no rows.
+        name: name of the metric, for error messages.
 
     Raises:
         DataError: the rows differ in type or shape between ranks, or exceed `LIMIT_BYTES`.

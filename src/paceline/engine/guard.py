@@ -22,15 +22,17 @@ from paceline.planning.sync_info import sync_info
 
 
 class Guard:
-    """Decision about each update; restores buffers if the update is skipped.
+    """Check of each update for NaN, Inf and spikes.
+
+    The guard restores buffers if an update is skipped.
 
     Args:
-        policy: `stop` raises; `skip` and `rewind` skip the update.
+        policy: `stop` raises an error; `skip` and `rewind` skip the update.
         model: the model whose buffers are restored.
         loss_scale: the loss scale of fp16 training, which an overflow reduces; None in other precisions.
         rank: this rank's number in the run.
-        late: the update happens before its numbers are known on the host; only `stop` allows this.
-        spikes: detects spikes of the loss, whose updates are also skipped; None to make these updates.
+        late: True if the update is made before the host knows the loss and gradient norm; only `stop` allows this.
+        spikes: detector of loss spikes, whose updates are also skipped; None disables the detection.
 
     Attributes:
         overflowed: True if the newest update was skipped because the loss scale was too large.
@@ -63,12 +65,12 @@ class Guard:
         """Return the reason to skip the update of a step, or None.
 
         Args:
-            deciders: the ranks that have this loss and gradient; all of them call this.
-            batch: this rank's batch, which is searched for NaN and Inf; `samples` are its samples' numbers in the data
-                set.
+            deciders: the ranks that share this loss and gradient; all of them must call this method.
+            batch: this rank's batch, which is searched for NaN and Inf.
+            samples: indices of the batch's samples in the data set.
 
         Raises:
-            NonFiniteError: the policy is to stop, or too many consecutive updates were skipped.
+            NonFiniteError: the policy is `stop`, or too many consecutive updates were skipped.
         """
         self.overflowed = False
         if math.isfinite(loss) and math.isfinite(norm):
@@ -107,27 +109,37 @@ def explain(
     norm: float,
     rank: int | None = None,
 ) -> str:
-    """Return a sentence with the step, the quantity, the rank and its samples.
+    """Describe a loss or gradient that is not finite, with step, rank and samples.
 
     Args:
-        group: the ranks that share this loss and gradient; all of them call this.
+        group: the ranks that share this loss and gradient; all of them must call this function.
         rank: this rank's number in the run, if it differs from the number in `group`.
     """
     bad = nonfinite_rows(batch)
     names = [indices[row] for row in bad]
     findings = group.gather_json([group.rank if rank is None else rank, names[:8]])
-    sources = [f"rank {number}'s share of the batch has it in samples {found}" for number, found in findings if found]
+    sources = [
+        f"rank {number}'s share of the batch contains NaN or Inf in samples {found}"
+        for number, found in findings
+        if found
+    ]
     what = "loss" if not math.isfinite(loss) else "gradient"
     value = loss if what == "loss" else norm
     where = (
-        "; ".join(sources) if sources else "the data of the batch is finite, so the model or the learning rate made it"
+        "; ".join(sources)
+        if sources
+        else "the data of the batch is finite, so the cause is the model or the learning rate"
     )
     return f"the {what} of step {step} is {value} ({where})"
 
 
 def stop(problem: str, *, late: bool = False) -> NonFiniteError:
-    """Return the error of the `stop` policy; `late`: the weights in memory are already updated."""
-    kept = "No checkpoint has what came of it." if late else "Nothing was updated."
+    """Return the error that the `stop` policy raises.
+
+    Args:
+        late: True if the weights in memory are already updated.
+    """
+    kept = "No checkpoint contains this update." if late else "Nothing was updated."
     return NonFiniteError(
         "nonfinite.stopped",
         "{problem}. {kept} Clean the data, lower the learning rate or set clip_norm. To continue instead, set "
@@ -142,7 +154,7 @@ def gave_up(problem: str, skipped: int) -> NonFiniteError:
     """Return the error to raise if skipping updates does not help."""
     return NonFiniteError(
         "nonfinite.not_recovering",
-        "{problem}, and {skipped} updates in a row were left out: the model does not recover. Lower the learning "
+        "{problem}, and the model has not recovered after {skipped} skipped updates in a row. Lower the learning "
         "rate, set clip_norm, or resume from an earlier checkpoint.",
         problem=problem,
         skipped=skipped,
@@ -153,23 +165,23 @@ _GROWTH, _BACKOFF, _GROWS_AFTER = 2.0, 0.5, 2000  # as torch.amp.GradScaler
 
 
 class LossScale:
-    """A factor for the loss; gradients are divided by it before they are used.
+    """Loss scale of fp16 training; gradients are divided by the scale before their use.
 
     All ranks see the same gradients, so they all have the same scale.
 
     Attributes:
-        overflows: number of consecutive gradients that were not finite. After `PATIENCE` of them, lowering the scale
-            has not helped, so the scale is not the cause.
+        overflows: number of consecutive gradients with NaN or Inf. After `PATIENCE` of them, the scale is not
+            considered the cause, because lowering it did not help.
 
-    The scale applies to reduced gradients in any memory; `torch.amp.GradScaler` handles only the gradients of one
-    optimizer.
+    `torch.amp.GradScaler` unscales only the gradients of one optimizer; this class unscales reduced gradients in any
+    tensors.
     """
 
     def __init__(self, value: float = 2.0**16) -> None:
         self.value, self.overflows, self._good_steps = value, 0, 0
 
     def scale(self, loss: Tensor) -> Tensor:
-        """Return the loss to differentiate."""
+        """Return the loss multiplied by the scale."""
         return loss * self.value
 
     def unscale(self, gradients: Sequence[Tensor]) -> None:
@@ -178,23 +190,23 @@ class LossScale:
             torch._foreach_mul_(list(gradients), 1.0 / self.value)
 
     def grow(self) -> None:
-        """Record an update that was made."""
+        """Count an update without overflow; double the scale after every 2000 such updates."""
         self._good_steps += 1
         if self._good_steps % _GROWS_AFTER == 0:
             self.value *= _GROWTH
 
     def shrink(self) -> str:
-        """Record a gradient that overflowed; return the message about the skipped update."""
+        """Halve the scale after an overflow, and return a message about the skipped update."""
         before, self._good_steps = self.value, 0
         self.overflows += 1
         self.value *= _BACKOFF
         return (
-            f"a gradient overflowed fp16 at a loss scale of {before:g}; the update is left out, and the scale is "
+            f"a gradient overflowed fp16 at a loss scale of {before:g}; the update is skipped, and the scale is "
             f"now {self.value:g}"
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """State as JSON values."""
+        """Return the state as JSON values."""
         return {"value": self.value, "good_steps": self._good_steps, "overflows": self.overflows}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -208,11 +220,11 @@ _LEAST = 0.01  # as a fraction of the median: smallest spread assumed for losses
 
 
 class LossSpikes:
-    """Detection of losses far above the median of the last losses.
+    """Detection of losses far above the median of recent losses.
 
-    "Far" means many times the spread, measured by the median absolute deviation, which a spike or a slow fall of the
-    loss hardly changes. Spikes are not added to the last losses. No loss counts as a spike until the job's window is
-    full. All ranks have the same loss and therefore find the same spikes.
+    The distance is measured in median absolute deviations, which a spike or a slow decrease of the loss hardly changes.
+    Spikes are not added to the recent losses. No loss counts as a spike until the job's window is full. All ranks have
+    the same loss and therefore find the same spikes.
     """
 
     def __init__(self, spec: SpikeSpec) -> None:
@@ -220,20 +232,20 @@ class LossSpikes:
         self._losses: deque[float] = deque(maxlen=spec.window)
 
     def problem(self, step: int, loss: float) -> str | None:
-        """Return a sentence about a spike; None for another loss, which is recorded."""
+        """Describe the loss if it is a spike; otherwise record the loss and return None."""
         limit = self.limit
         if loss <= limit:
             self._losses.append(loss)
             return None
         return (
-            f"the loss of step {step} is {loss:.6g}, a spike: the last {len(self._losses)} steps had a median of "
-            f"{statistics.median(self._losses):.6g}, and {self.spec.threshold:g} times their spread beyond it is "
-            f"{limit:.6g}"
+            f"the loss of step {step} is {loss:.6g}, a spike: the last {len(self._losses)} steps have a median of "
+            f"{statistics.median(self._losses):.6g}, and {self.spec.threshold:g} times their spread above the median "
+            f"is {limit:.6g}"
         )
 
     @property
     def limit(self) -> float:
-        """Return the largest loss that is not a spike now."""
+        """Return the largest loss that does not count as a spike."""
         if len(self._losses) < self.spec.window:
             return math.inf
         median = statistics.median(self._losses)
@@ -241,11 +253,11 @@ class LossSpikes:
         return median + self.spec.threshold * max(spread, _LEAST * abs(median))
 
     def state_dict(self) -> list[float]:
-        """Return the last losses."""
+        """Return the recent losses."""
         return list(self._losses)
 
     def load_state_dict(self, losses: list[float]) -> None:
-        """Restore the last losses of an earlier run."""
+        """Restore the recent losses of an earlier run."""
         self._losses = deque(losses, maxlen=self.spec.window)
 
 
@@ -254,8 +266,8 @@ class Settings:
     """Settings of the engine; the defaults are those of `setup`.
 
     Attributes:
-        compare_every: updates between comparisons of the replicas' parameters and buffers.
-        run_ahead: the loop needs the numbers of a step only after the next one is queued; see `runs_ahead`.
+        compare_every: number of updates between comparisons of the replicas' parameters and buffers.
+        run_ahead: True if the loop reads the result of a step only after it has queued the next step; see `runs_ahead`.
     """
 
     clip_norm: float | None = None
@@ -271,11 +283,11 @@ class Settings:
     ema: float | None = None
 
     def runs_ahead(self, plan: Plan, device: torch.device) -> bool:
-        """Return True if the host queues a step before it reads the last one's numbers.
+        """Return True if the host queues a step before it reads the previous step's result.
 
-        This is not possible if a step's numbers decide about its update (`nonfinite` other than stop, `spike`, the fp16
-        loss scale, a replica's own step), if the host takes part in the step (a pipeline's timer, offload), or if the
-        device has no timed events.
+        The host must read the result first if the result decides about the update: with a policy other than `stop`, or
+        in fp16. The host also waits in pipelines, with offload and with local rules, and if the device has no timed
+        events.
         """
         policies = {self.nonfinite, self.spike.policy} & {"skip", "rewind"}
         numbers_decide = bool(policies) or (plan.precision or self.precision) == "fp16"

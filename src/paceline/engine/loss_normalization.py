@@ -1,9 +1,9 @@
 """Loss normalization: the weight of each microbatch in the global mean.
 
-A loss is a sum, a mean over samples, or a mean over items. The loss itself or torch's definition gives the items
-(`paceline.job.zoo.losses`). If a batch is computed in several microbatches, a user's own loss is compared with this
-definition before the first update. The comparison is repeated in steps 2, 4, 8, …, because early batches may have no
-ignored label.
+A loss is a sum, a mean over samples, or a mean over items such as tokens. The loss declares its items, or torch's
+definition of the loss determines them (`paceline.job.zoo.losses`). If a batch is computed in several microbatches, a
+user's own loss is compared with its declaration before the first update. The comparison is repeated in steps 2, 4, 8,
+…, because early batches may have no ignored label.
 """
 
 from __future__ import annotations
@@ -53,10 +53,10 @@ class LossNormalization:
     """Weights of the microbatches of a step in its loss.
 
     Attributes:
-        remarks: what a user must know about the normalization of the loss, for the record.
-        prepared: whether the items of a model's own loss have been searched.
+        remarks: messages to the user about the normalization of the loss.
+        prepared: True once `prepare` has searched for the items of a model's own loss.
         items_per_sample: the unit in which every replica counts its items; None before the first step.
-        warns: whether a remark is also a Python warning: in users' own loops, on the first rank.
+        warns: True if remarks are also issued as Python warnings (on the first rank, in users' own loops).
     """
 
     def __init__(self, compute: Compute) -> None:
@@ -87,11 +87,11 @@ class LossNormalization:
         return self._count is None and not isinstance(self.loss, ModelsOwn)
 
     def examines(self, step: int) -> bool:
-        """Return True if a step compares a user's own loss with its parts."""
+        """Return True if a step verifies a user's own loss on parts of a microbatch."""
         return self._examines and not step & (step - 1)
 
     def prepare(self) -> None:
-        """Find the items that a model's own loss averages over; every rank calls this first."""
+        """Find the items of a model's own loss; every rank must call this first."""
         if self.prepared or active_fake_mode() is not None:
             return
         self.prepared = True
@@ -114,7 +114,7 @@ class LossNormalization:
         return batch if self.by_model and isinstance(batch, Mapping) and "labels" not in batch else target_of(batch)
 
     def items(self, batch: Batch) -> float | Tensor:
-        """Return the number of items that the loss averages over; samples by default."""
+        """Return the number of items in a batch that the loss averages over (default: samples)."""
         if isinstance(self.loss, ModelsOwn):
             items = self.loss.items_in(batch)
         elif self._count is None:
@@ -133,7 +133,7 @@ class LossNormalization:
         """Return the loss as a 0-dimensional tensor.
 
         Raises:
-            JobError: the loss is not one number with a gradient; the message says what to return instead.
+            JobError: the loss is not a single number with a gradient; the message says what to return instead.
         """
         trains = torch.is_grad_enabled() and active_fake_mode() is None
         if not isinstance(loss, Tensor):
@@ -223,7 +223,7 @@ class LossNormalization:
         return loss if items else NoGradient(loss).loss
 
     def measured(self, metric: LossMetric, output: Any, batch: Batch) -> tuple[float, float]:
-        """Return the loss of a validation batch as this rank's part of `(total, count)`."""
+        """Return this rank's part of the loss total and item count of a validation batch."""
         total, count = metric(output, batch if isinstance(self.loss, ModelsOwn) else self.target(batch))
         context = self.compute.split.context if self.compute.split is not None else None
         if context is not None and context.own_loss:  # the ranks' losses add up to the mean over the whole sequences
@@ -271,13 +271,13 @@ class LossNormalization:
     def _two_samples(self, output: Any, target: Any, position: Position) -> tuple[Any, Tensor] | None:
         """Return output and target of two or more samples, or None.
 
-        A microbatch of one sample is joined with an earlier one, or with those of other ranks.
+        A microbatch of one sample is joined with an earlier microbatch, or with the microbatches of other ranks.
         """
         compute, output = self.compute, tree_map(lambda t: t.detach() if isinstance(t, Tensor) else t, output)
         if len(target) > 1:
             return output, target
         shares = compute.loader.partition.shares(position.step, position.epoch)
-        # and the same on all ranks
+        # the same condition holds on all ranks
         if max(shares) == min(shares) == 1 and compute.data_group.size > 1 and isinstance(output, Tensor):
             return gather(compute.data_group, output, shares), gather(compute.data_group, target, shares)
         earlier, self._earlier = self._earlier, (output, target)
@@ -308,7 +308,7 @@ class LossNormalization:
 
     def _hold(self, whole: float, output: Any, target: Tensor, dim: int) -> None:
         size = target.shape[dim]
-        first = size // 2 if size < 6 else size // 3  # a microbatch of one sample could be too small for the loss
+        first = size // 2 if size < 6 else size // 3  # one sample could be too small for the loss
         parts = []
         for start, length in ((0, first), (first, size - first)):
             cut = _cut(output, size, dim, start, length)
@@ -373,34 +373,36 @@ class LossNormalization:
         )
         kind = "sum" if self.adds_up else f"mean over its {'items' if self._count is not None else what}"
         head = (
-            f"the loss {self._name} is not the {kind}: of a batch it is {whole:.6g}, and its parts (of "
-            f"{first:g} and {second:g}) make "
-            f"{total:.6g}. Plan {self.compute.plan} computes a batch in parts, and would train something else. "
+            f"the loss {self._name} is not the {kind}: for a batch it is {whole:.6g}, but for its parts (of "
+            f"{first:g} and {second:g}) it is {total:.6g}. Plan {self.compute.plan} computes a batch in parts, so "
+            "training would minimize another loss. "
         )
         if self.adds_up or self._count is not None:
             return head + (
-                "Correct its `reduction` or `items`; or, if it compares samples with each other, set "
+                "Correct its `reduction` or `items`. If the loss compares samples with each other, set "
                 "`whole_batch = True` on it."
             )
         if abs(sum(value for value, _ in parts) - whole) <= self._tolerance * abs(whole):
-            return head + "It is a sum: divide it by the number of samples, or say so: `loss.reduction = 'sum'`."
+            return (
+                head + "The loss is a sum: divide it by the number of samples, or declare it: `loss.reduction = 'sum'`."
+            )
         if dim:
             return head + (
-                "Under cp a rank has some of the tokens only: shift the labels in the data set, and leave none "
-                "out; or use cp=1."
+                "Under cp, a rank has only some of the tokens: shift the labels in the data set, and ignore "
+                "no labels; or use cp=1."
             )
         for ignored in _IGNORED:
             counts = [(t != ignored).sum().item() for t in target.split([int(parts[0][1]), int(parts[1][1])])]
             mean = sum(value * n for (value, _), n in zip(parts, counts, strict=True) if n) / (sum(counts) or 1)
             if abs(mean - whole) <= self._tolerance * abs(whole):
                 return head + (
-                    f"It is the mean over the labels that are not {ignored}; say so: "
+                    f"The loss is the mean over the labels that are not {ignored}; declare it: "
                     f"`loss.items = lambda target: (target != {ignored}).sum()`."
                 )
         return head + (
-            "Say what it is the mean over (labels that are not ignored, the weights of their classes): "
+            "Declare what the loss is the mean over (labels that are not ignored, or their class weights): "
             "`loss.items = lambda target: ...`; "
-            "if it compares samples with each other: `loss.whole_batch = True`. "
+            "if the loss compares samples with each other, set `loss.whole_batch = True`. "
             "See docs/reference/job.md#a-loss-of-your-own."
         )
 
@@ -426,7 +428,7 @@ def _double(leaf: Any) -> Any:
 
 
 def _cut(output: Any, size: int, dim: int, start: int, length: int) -> Any:
-    """Slice the tensors of an output with `size` along `dim`; None if it has none."""
+    """Slice those tensors of an output that have `size` along `dim`; None if none does."""
     found = []
 
     def cut(leaf: Any) -> Any:

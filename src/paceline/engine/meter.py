@@ -28,7 +28,7 @@ class Timing:
 
     @property
     def step_s(self) -> float:
-        """Seconds from the end of the previous step to the end of this one."""
+        """Seconds from the end of the previous step to the end of this step."""
         return sum(self.parts_s)
 
     @property
@@ -37,9 +37,9 @@ class Timing:
         return self.step_s - self.parts_s[BUBBLE] - self.parts_s[COMM] - self.parts_s[IMBALANCE]
 
     def move(self, part: int, source: int) -> None:
-        """Move seconds to a part from `source`, where they were also counted.
+        """Subtract the seconds of a part from `source`, in which they were also counted.
 
-        At most the seconds of `source` are moved.
+        The part is first limited to the seconds of `source`.
         """
         self.parts_s[part] = min(self.parts_s[part], self.parts_s[source])
         self.parts_s[source] -= self.parts_s[part]
@@ -84,13 +84,13 @@ class Meter:
     def busy_s(self) -> float:
         """Return the seconds this rank computed since the last reduction.
 
-        On accelerators it is the value of the previous step.
+        On accelerators, this is the value of the previous step.
         """
         return self.previous_busy_s if self._clock.by_events else self._last - self._reduced
 
     @property
     def waited_s(self) -> float:
-        """Return the part of `busy_s` that was pipeline waiting; 0 on accelerators."""
+        """Return the seconds of `busy_s` spent waiting in the pipeline; 0 on accelerators."""
         return 0.0 if self._clock.by_events else self.current.parts_s[BUBBLE]
 
     def waited_in_pipeline(self, seconds: float) -> None:
@@ -100,10 +100,10 @@ class Meter:
             self.current.move(BUBBLE, COMPUTE)
 
     def split_wait(self, slowest_busy_s: float, own_busy_s: float) -> None:
-        """Split communication time into imbalance, waiting for the slowest rank, and exposed communication.
+        """Split communication time into imbalance (waiting for the slowest rank) and exposed communication.
 
-        All ranks leave an all-reduce at about the same moment, so their busy times since then show when each reached
-        the next one. The clocks of different hosts are not compared.
+        All ranks leave an all-reduce at about the same moment. Their busy times since then show when each rank reached
+        the next all-reduce. The clocks of different hosts are not compared.
         """
         self._reduced = self._last
         self.current.parts_s[IMBALANCE] = max(slowest_busy_s - own_busy_s, 0.0)
@@ -111,9 +111,9 @@ class Meter:
             self.current.move(IMBALANCE, COMM)
 
     def finish(self, step: int) -> Timing | None:
-        """End the step; returns the newest timed step.
+        """End the step, and return the newest step whose times are known.
 
-        This is the current step; on accelerators, the previous step (None at the first).
+        On CPUs, this is the current step. On accelerators, it is the previous step, or None at the first step.
         """
         done = self.end(step)
         if not self._clock.by_events:
@@ -134,11 +134,7 @@ class Meter:
         return done
 
     def ended(self, step: int, slowest_busy_s: float, own_busy_s: float) -> Timing | None:
-        """Return the times of a step that the accelerator has completed; None if untimed.
-
-        Args:
-            slowest_busy_s, own_busy_s: as for `split_wait`.
-        """
+        """Return the times of a step that the accelerator has completed; None if untimed."""
         if not self._unread or self._unread[0][0].step != step:
             return None
         self._unread[0][0].parts_s[IMBALANCE] = max(slowest_busy_s - own_busy_s, 0.0)

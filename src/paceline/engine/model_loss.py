@@ -1,8 +1,8 @@
-"""Items that a model's own loss averages over, found by watching a few samples.
+"""Items that a model's own loss averages over, found with a few samples.
 
-Models call torch's cross-entropy with labels of their batch and ignore some of them (-100). The weight of a microbatch
-is the number of labels that its loss counted. To count them, the labels are traced back to the batch: unchanged,
-shifted by a token, or masked.
+Models call torch's cross-entropy with labels of their batch, and ignore labels with the value -100. The weight of a
+microbatch is the number of labels that its loss counted. To count them, the labels are traced back to the batch:
+unchanged, shifted by a token, or masked.
 """
 
 from __future__ import annotations
@@ -69,13 +69,13 @@ def examine(compute: Compute) -> list[str]:
     if difference != difference or difference <= _TOLERANCE[compute.precision]:
         return said
     found = (
-        f"the model's loss of {rows(example)} samples is {whole:.6g}, and the mean of its two halves {mean:.6g} "
-        f"({difference:.1e} apart): it has terms over the samples that it sees together"
+        f"the model's loss of {rows(example)} samples is {whole:.6g}, but the mean over two halves is {mean:.6g} "
+        f"(relative difference {difference:.1e}): the loss has terms that compare samples with each other"
     )
     if difference > _REFUSED:
         raise PlanError(
             "plan.loss_of_parts",
-            "{found}, but plan {plan} computes a batch in {parts} parts, so the result would be different. Use one "
+            "{found}, but plan {plan} computes a batch in {parts} parts, so the loss would be different. Use one "
             "replica and one microbatch, or compute the loss from the model's outputs in your own function with "
             "`whole_batch = True` (docs/reference/job.md)",
             found=found,
@@ -83,8 +83,8 @@ def examine(compute: Compute) -> list[str]:
             parts=parts,
         )
     said.append(
-        f"{found}, as mixtures of experts do to balance their load; under plan {compute.plan} they are over "
-        "each part by itself"
+        f"{found}, as mixtures of experts have to balance their load; under plan {compute.plan}, these terms "
+        "are computed for each part separately"
     )
     return said
 
@@ -120,7 +120,7 @@ def _told_terms(compute: Compute, terms: list[Term]) -> list[Term]:
 
 
 class _Watch(TorchFunctionMode):
-    """Record of the labels that torch's cross-entropy and NLL loss are called with."""
+    """Recorder of the labels that are passed to torch's cross-entropy and NLL loss."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -138,7 +138,7 @@ class _Watch(TorchFunctionMode):
 
 
 def _traced(call: tuple[Tensor, int], batch: Batch) -> Term | None:
-    """Return the key of the batch that a call's labels come from, or None."""
+    """Find the key of the batch that contains a loss call's labels, or return None."""
     if not isinstance(batch, Mapping):
         return None
     labels, ignored = call
@@ -176,7 +176,7 @@ _TO_NARROW = (Tensor.float, Tensor.half, Tensor.bfloat16)
 def nothing_dropped() -> Iterator[None]:
     """Make torch's dropout functions return their input within this context.
 
-    Each rank draws its own masks, so two plans have different masks.
+    Each rank draws its own dropout masks, so the masks differ between plans.
     """
     before = {name: getattr(F, name) for name in _DROPOUTS}
     for name in _DROPOUTS:
@@ -201,9 +201,9 @@ def without_dropout(model: nn.Module) -> None:
 def random_module(compute: Compute, batch: Batch) -> str | None:
     """Return the first module whose output depends on random numbers, or None.
 
-    Found by two passes over a batch with different random states.
+    The module is found by two forward passes over a batch with different random states.
 
-    Returns `the loss` if only the loss differs.
+    If only the loss differs between the passes, the result is `the loss`.
     """
     model, found = compute.model, list[dict[str, float]]()
     with suppress(Exception), torch.no_grad():
@@ -241,9 +241,9 @@ def _sums(compute: Compute, batch: Batch) -> dict[str, float]:
 
 @contextmanager
 def all_in_float64() -> Iterator[None]:
-    """Return a context in which modules that ask for float32 or less get float64.
+    """Return a context in which modules that request float32 or less get float64.
 
-    Such requests are `x.float()`, a new tensor, or a softmax in float32.
+    Examples of such requests are `x.float()`, a new tensor, or a softmax in float32.
     """
     call, depth = nn.Module.__call__, 0
 
@@ -264,7 +264,7 @@ def all_in_float64() -> Iterator[None]:
 
 
 def in_float64(loss: Callable[..., Any]) -> Callable[..., Any]:
-    """Compute in float64 a loss that creates float32 tensors itself."""
+    """Wrap a loss that creates float32 tensors, so that it computes in float64."""
 
     def wide(*args: Any) -> Any:
         with _Wide():
@@ -276,7 +276,7 @@ def in_float64(loss: Callable[..., Any]) -> Callable[..., Any]:
 class _Wide(TorchFunctionMode):
     """Mode in which floating-point tensors are float64.
 
-    It applies to tensors requested in fewer bits, and to operations that mix dtypes.
+    The mode changes tensors that are requested in fewer bits, and operations that mix dtypes.
     """
 
     def __enter__(self) -> Any:

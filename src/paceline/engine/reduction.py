@@ -32,13 +32,13 @@ class Reduced:
     """Sums of a step's signals over the replicas.
 
     Attributes:
-        loss: mean over the items of the step.
-        rescale: factor that turns the gradients into those of this mean.
+        loss: mean loss over the items of the step.
+        rescale: factor that turns the summed gradients into gradients of the mean loss.
         votes: number of ranks that asked for each action.
         slowest_busy_s: the longest busy time of any rank before the reduction.
         norm: L2 norm of the whole gradient, before clipping.
-        own_loss: loss of this replica if it steps by its own gradient; None if all replicas take the same step.
-        everywhere: whether the values cover all replicas; if not, they describe only this replica, and its votes are
+        own_loss: loss of this replica if it updates with its own gradient; None if all replicas make the same update.
+        everywhere: True if the values cover all replicas; False if they describe only this replica and votes are
             pending.
     """
 
@@ -52,17 +52,17 @@ class Reduced:
 
     @property
     def step_loss(self) -> float:
-        """Return the loss of the gradient that this rank uses for its update."""
+        """Return `own_loss`, or `loss` if all replicas make the same update."""
         return self.loss if self.own_loss is None else self.own_loss
 
 
 class StepSignals:
     """Scalars that a rule sums with the gradients.
 
-    They are loss, items, votes, each rank's busy time and, in pipelines, each rank's wait within it.
+    The scalars are the loss, the number of items, the votes, each rank's busy time and, in pipelines, its waiting time.
 
     Attributes:
-        tensor: storage of the signals; a rule may provide its own tensor, in the dtype of its buffers.
+        tensor: tensor with the signals; a rule may provide its own tensor in the dtype of its buffers.
     """
 
     def __init__(self, group: Group, *, pipelined: bool = False) -> None:
@@ -74,11 +74,11 @@ class StepSignals:
         self.busy_s: list[float] = []
 
     def vote(self, what: str) -> None:
-        """Ask all ranks for an action in `VOTES`; decided at the next global reduction."""
+        """Request an action in `VOTES`; the ranks decide at the next global reduction."""
         self._asked.add(what)
 
     def seal(self, meter: Meter, local: LocalLoss) -> float:
-        """Write this rank's values before the reduction; return the busy seconds written."""
+        """Write this rank's values before the reduction, and return its busy seconds."""
         busy_s = meter.busy_s()
         if self.group.size == 1:
             return busy_s
@@ -103,21 +103,21 @@ class StepSignals:
         return [local.total, local.items]
 
     def sums(self, local: LocalLoss) -> list[float | Tensor]:
-        """Return the signals after the reduction, as `read` expects them."""
+        """Return the reduced signals in the form that `read` expects."""
         return self.own(local) if self.group.size == 1 else [self.tensor]
 
     def take_busy(self) -> list[float]:
-        """Return each rank's busy seconds before the newest reduction; empty if already taken."""
+        """Return each rank's busy seconds before the newest reduction; a second call returns []."""
         busy_s, self.busy_s = self.busy_s, []
         return busy_s
 
     def scaled(self, loss: float, items: float) -> Reduced:
-        """Return the result of a step that only this replica knows; votes stay pending."""
+        """Return the result of a step of this replica alone; votes stay pending."""
         rescale = self._rescale(items)
         return Reduced(loss * rescale, rescale, {}, 0.0, own_loss=loss * rescale, everywhere=False)
 
     def read(self, sums: Sequence[float]) -> Reduced:
-        """Read the sums over all replicas from `numbers`."""
+        """Return the result of a step from the sums over all replicas."""
         loss, items, *rest = sums
         if self.group.size == 1:
             votes, slowest_s = dict.fromkeys(self._asked, 1), 0.0
@@ -136,7 +136,7 @@ class StepSignals:
         return 1.0 if abs(items - 1.0) < self._rounding else 1.0 / items
 
     def factor(self, items: float | Tensor) -> float | Tensor:
-        """Return the next `Reduced.rescale`; a tensor () if only an accelerator knows the items yet."""
+        """Return `Reduced.rescale`; a 0-dimensional tensor if `items` is still on an accelerator."""
         if not isinstance(items, Tensor):
             return self._rescale(items)
         is_one = ((items - 1.0).abs() < self._rounding) | (items <= 0.0)
@@ -148,7 +148,7 @@ class StepSignals:
 
 
 def numbers(parts: Sequence[float | Tensor]) -> list[float]:
-    """Return the numbers of all parts in order; waits at most once for an accelerator."""
+    """Read floats and tensors into one list; wait for an accelerator at most once."""
     tensors = [part for part in parts if isinstance(part, Tensor)]
     if len(tensors) > 1 and on_accelerator(tensors[0]):
         return in_order(parts, torch.cat([t.reshape(-1) for t in tensors]).tolist())
@@ -156,7 +156,7 @@ def numbers(parts: Sequence[float | Tensor]) -> list[float]:
 
 
 def in_order(parts: Sequence[float | Tensor], of_tensors: Sequence[float]) -> list[float]:
-    """Return the numbers of all parts, given the numbers of the tensors among them."""
+    """Merge floats with the numbers that were read from tensors, in order."""
     read = iter(of_tensors)
     return [x for part in parts for x in (islice(read, part.numel()) if isinstance(part, Tensor) else (part,))]
 
@@ -173,14 +173,14 @@ class GradientReduction:
 
     Args:
         rule: the sync rule, already attached to `replica`.
-        signals: loss, votes and times, which travel with the gradients.
+        signals: loss, votes and times, which are reduced together with the gradients.
         world: all ranks.
         split: how the model is divided over the ranks of a replica; None if each rank holds the whole model.
-        loss_scale: the factor that the loss had in fp16 training; None in other precisions.
+        loss_scale: loss scale of fp16 training; None in other precisions.
 
     Attributes:
-        gradients: tensors that hold every most recently reduced gradient once.
-        stage: state of the newest gradients: local, summed over all ranks, or divided to the mean.
+        gradients: tensors that together contain each of the newest reduced gradients once.
+        stage: state of the newest gradients: this rank's own, summed over all ranks, or rescaled to the mean.
     """
 
     def __init__(
@@ -197,16 +197,16 @@ class GradientReduction:
         self.world, self.split, self.loss_scale = world, split, loss_scale
         self.gradients: list[Tensor] = []
         self.stage: Literal["own", "summed", "mean"] = "own"
-        # The ranks of a divided model sum the signals over all of them, so the rule gets none.
+        # If the model is divided, the reduction itself sums the signals over all ranks, and the rule gets none.
         self._nothing = signals.tensor.new_empty(0)
-        # norm of the newest gradient, if it is read together with the signals
+        # the norm of the newest gradient, if the same wait reads norm and signals
         self._reads_norm, self._norm = split is not None or is_accelerator(world.device), 0.0
 
     def reduce(self, local: LocalLoss, step: int) -> Reduced:
         """Reduce gradients, loss and votes of an optimizer step with the rule.
 
-        Afterwards the gradients belong to the mean over all items of the global batch. On accelerators this is the only
-        wait of a step for the device.
+        Afterwards, the gradients are those of the mean loss over all items of the global batch. On accelerators, a step
+        waits for the device only in this method.
         """
         pipeline = None if self.split is None else self.split.pipeline
         on_host = pipeline is not None and not is_accelerator(self.world.device)
@@ -250,7 +250,7 @@ class GradientReduction:
         return result.everywhere
 
     def norm(self) -> float:
-        """Return the L2 norm of `gradients`; for a divided model, of all its gradients. Every rank calls it."""
+        """Return the L2 norm of the whole model's gradients; every rank must call this."""
         if self.split is None:
             return math.hypot(*numbers(self._norms()))
         square = self.split.gradient_square()
@@ -261,7 +261,7 @@ class GradientReduction:
         return torch._foreach_norm(self.gradients) if self.gradients else ()
 
     def _numbers(self, parts: Sequence[float | Tensor]) -> list[float]:
-        """Return `numbers` of the parts; on accelerators the same wait reads the gradient's norm."""
+        """Read the parts with `numbers`; on accelerators, also read the gradient norm."""
         if not self._reads_norm:
             return numbers(parts)
         norms = self._norms()
@@ -275,10 +275,7 @@ class GradientReduction:
         return self.world
 
     def scale(self, factor: float) -> None:
-        """Rescale gradients for batches with fewer or more items per sample than the first one.
-
-        Removes the loss scale of fp16 training, too.
-        """
+        """Multiply the gradients by `factor`, and divide them by the loss scale of fp16 training."""
         if self.loss_scale is not None:
             factor /= self.loss_scale.value
         if factor != 1.0:
@@ -287,18 +284,18 @@ class GradientReduction:
             self._norm *= factor
 
     def _sum_over_all(self, split: Split) -> Tensor:
-        """Sum the signals and, last, the squared gradient norm over all ranks in one collective."""
+        """Sum the signals and the squared gradient norm over all ranks in one collective."""
         together = torch.cat([self.signals.tensor, split.gradient_square()])
         self.world.all_reduce(together)
         return together
 
 
 class LocalReduction(GradientReduction):
-    """Reduction with local rules: every replica steps by its own gradient and loss.
+    """Reduction with local rules: every replica updates with its own gradient.
 
-    Losses and votes are known to all ranks only in steps that synchronize.
+    All ranks know the losses and votes only in steps that synchronize.
 
-    The ranks of one divided replica reduce theirs in every step.
+    The ranks of a divided replica reduce their loss and gradient norm in every step.
     """
 
     def _reduce(self, local: LocalLoss, step: int) -> Reduced:
@@ -329,12 +326,12 @@ class LocalReduction(GradientReduction):
     def _sum_over_replica(self, split: Split, local: LocalLoss, everywhere: bool) -> Tensor:
         """Sum loss, items and squared gradient norm over this replica.
 
-        With `everywhere`, the same collective also sums the signals over all ranks.
+        If `everywhere` is True, the same collective also sums the signals over all ranks.
         """
         tensor, replicas, place = self.signals.tensor, split.mesh.sizes["dp"], split.mesh.place["dp"]
         own = tensor.new_zeros(3)
         own[0], own[1] = local.total, local.items
-        # `gradient_square` divides by the replicas
+        # `gradient_square` divides by the number of replicas
         own[2:] = split.gradient_square() * replicas
         if not everywhere:
             self.replica.inner.all_reduce(own)
@@ -350,13 +347,15 @@ class UnreadStep:
     """A queued step whose signals and gradient norms are still on an accelerator.
 
     Args:
-        parts: signals, then gradient norms; floats are already known.
-        norms: number of gradient norms at the end of `parts`, taken before gradients are rescaled.
-        own_busy_s: this rank's busy seconds, as the signals carry them.
+        parts: the signals followed by the gradient norms; floats are values that the host already knows.
+        norms: number of gradient norms at the end of `parts`; the norms are computed before gradients are rescaled.
+        own_busy_s: this rank's busy seconds, as written to the signals.
 
     Attributes:
-        step, total: number and global batch of the step.
-        batch, samples: this rank's share, and its samples' numbers in the data set, for an error.
+        step: number of the step.
+        total: number of samples in the global batch.
+        batch: this rank's share of the batch, for error messages.
+        samples: indices of the share's samples in the data set, for error messages.
     """
 
     step: int
@@ -371,16 +370,16 @@ class UnreadStep:
         self._download: Download | None = None
 
     def norm(self) -> Tensor:
-        """Return the L2 norm of all gradients, a tensor () on the device."""
+        """Return the L2 norm of all gradients as a 0-dimensional tensor on the device."""
         norm: Tensor = torch.linalg.vector_norm(self.tensor[len(self.tensor) - self._norms :])
         return norm
 
     def send(self) -> None:
-        """Copy the numbers to the host after the work that is already queued."""
+        """Queue a copy of signals and norms to the host, after the work already queued."""
         self._download = Download(self.tensor)
 
     def read(self) -> tuple[Reduced, float]:
-        """Return the result of the reduction and the gradient's norm; the host waits for them."""
+        """Wait for the result of the reduction and the gradient norm, and return both."""
         assert self._download is not None, "nothing was sent"
         found = in_order(self._parts, self._download.numbers())
         sums, norms = found[: len(found) - self._norms], found[len(found) - self._norms :]
@@ -389,7 +388,7 @@ class UnreadStep:
 
 
 class ReductionAhead(GradientReduction):
-    """Reduction with synchronous rules without a wait; it rescales and clips on the device."""
+    """Reduction with synchronous rules that rescales and clips on the device, without a wait."""
 
     def queue(
         self,
@@ -403,9 +402,9 @@ class ReductionAhead(GradientReduction):
         """Reduce like `reduce`, and clip the gradients, without waiting for the device.
 
         Args:
-            by_samples: the items of all ranks sum to 1.
-            clip_norm: the largest L2 norm of the whole gradient; None for any.
-            clip_value: the largest absolute value of an element; None for any.
+            by_samples: True if the ranks' shares of the items sum to 1.
+            clip_norm: largest L2 norm of the whole gradient; None for no limit.
+            clip_value: largest absolute value of an element; None for no limit.
         """
         own_busy_s, alone = self.signals.seal(self.meter, local), self.world.size == 1
         self.apply_rule(step)

@@ -36,18 +36,17 @@ _ROUNDING = 64
 
 
 class ReplicaState:
-    """Comparison of tensors that ranks should hold alike.
+    """Comparison of tensors that should be equal on several ranks.
 
-    It runs before updates 1, 2, 4, … and then at intervals.
+    The ranks compare digests before updates 1, 2, 4, …, and later every `Settings.compare_every` updates.
 
-    A digest costs less than an update: it reads the parameters once. After the first comparisons, the interval is
-    `compare_every` of the settings. Comparisons need a rule whose replicas are equal at every step. Buffers in
-    checkpoints are compared among the ranks that read different samples, except for batch-norm statistics that each
-    replica keeps for itself.
+    A digest reads the parameters once, so it costs less than an update. Ranks compare only if the sync rule keeps the
+    replicas equal at every step. Buffers that checkpoints contain are compared among the ranks that read different
+    samples. Batch-norm statistics that each replica keeps for itself are not compared.
 
     Attributes:
         due: number of the next update that needs a call of `before_update`.
-        corruption: restores a rank that differs from at least two equal ranks, and records the repair.
+        corruption: repairs a rank that differs from the majority of ranks, and records the repair.
     """
 
     def __init__(self, engine: RankEngine) -> None:
@@ -65,8 +64,8 @@ class ReplicaState:
             update: number of the update that follows, from 1.
 
         Raises:
-            SyncError: ranks differ in a parameter or buffer, and there is no majority; names the tensor and the ranks.
-                Also raised if one rank differs from the others repeatedly.
+            SyncError: ranks differ in a parameter or buffer, and either no majority has equal values or one rank
+                differs repeatedly. The message names the tensor and the ranks.
         """
         self.max_norm.renormalize()
         self.due = (
@@ -89,7 +88,7 @@ class ReplicaState:
         return update % every == 0 or (update < every and update.bit_count() == 1)
 
     def _held_alike(self) -> Iterator[tuple[Group, dict[str, Tensor], bool]]:
-        """Return groups of ranks with the tensors to compare, and whether bitwise."""
+        """Yield each group of ranks, the tensors to compare, and whether to compare bitwise."""
         engine, split = self.engine, self.engine.split
         parameters = {name: local(p).detach() for name, p in engine.named_parameters().items()}
         averages: dict[str, Tensor] = {}
@@ -103,9 +102,8 @@ class ReplicaState:
             if split.mesh.sizes[axis] > 1:
                 alike = {name: p for name, p in parameters.items() if axis not in split.parts[name].sharded}
                 alike |= _as_averages({name: p for name, p in averages.items() if name in alike})
-                # Ranks that divide a layer compute their common tensors from different partial sums, so the copies are
-                # only
-                # approximately equal.
+                # Ranks that divide a layer compute their common tensors from different partial sums,
+                # so the copies are only approximately equal.
                 yield split.mesh.group(axis), alike, axis in DATA_AXES
         if engine.data_group.size > 1 and (buffers := self._buffers()):
             yield engine.data_group, buffers, True
@@ -176,20 +174,20 @@ class ReplicaState:
 
 
 _PARAMETER = (
-    "All should be the same under sync=allreduce; most likely the model or the script writes into parameters outside "
-    "of the optimizer, from a rank's own samples or random numbers. Write from what all ranks have "
-    "(torch.distributed.all_reduce), or train on one rank."
+    "Under sync=allreduce, parameters must be equal on all ranks. Most likely, the model or the script changes "
+    "parameters outside of the optimizer, with a rank's own samples or random numbers. Use values that are equal on "
+    "all ranks (torch.distributed.all_reduce), or train on one rank."
 )
 _BUFFER = (
-    "The model's forward writes it from a rank's own samples, so replicas would train different models. Write it from "
-    "what all ranks have (torch.distributed.all_reduce in forward), make it no part of the state (persistent=False), "
-    "or say buffers: local (a buffers='local' of setup) where each replica may keep its own: evaluations and exports "
-    "then take the mean."
+    "The model's forward method changes this buffer with a rank's own samples, so replicas would train different "
+    "models. Reduce the values over all ranks (torch.distributed.all_reduce in forward), or keep the buffer out of the "
+    "state (persistent=False). If each replica may keep its own buffer, set buffers: local (buffers='local' in "
+    "setup); evaluations and exports then use the mean."
 )
 
 
 def _as_averages(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the averages of parameters under names of their own."""
+    """Return the parameters' moving averages under separate names."""
     return {f"{name} (average)": tensor for name, tensor in tensors.items()}
 
 
@@ -204,7 +202,8 @@ def _differing(group: Group, held: Mapping[str, Tensor], names: Sequence[str] = 
         return []
     nothing = torch.zeros((), dtype=torch.int64, device=group.device)
     digests = torch.stack([_digest(held[name]) if name in held else nothing for name in names])
-    quarters = torch.cat([digests >> shift & 0xFFFF for shift in (0, 16, 32, 48)]).float()  # which holds them exactly
+    # float32 represents 16-bit integers exactly
+    quarters = torch.cat([digests >> shift & 0xFFFF for shift in (0, 16, 32, 48)]).float()
     together = torch.cat([quarters, -quarters]).view(2, 4, -1)
     together[..., [name not in held for name in names]] = -math.inf
     group.all_reduce(together, "max")
@@ -216,7 +215,7 @@ def _differing(group: Group, held: Mapping[str, Tensor], names: Sequence[str] = 
 def _digest(tensor: Tensor) -> Tensor:
     """Return a 64-bit digest of a tensor.
 
-    It sums words weighted by odd numbers, modulo 2^64.
+    The digest is the sum of the tensor's words, weighted by odd numbers, modulo 2^64.
     """
     words = _words(tensor)
     weights = _weights(words.device)
@@ -261,8 +260,8 @@ class MaxNorm:
     """Renormalization of embedding rows on all ranks, instead of in torch's forward pass.
 
     A row is renormalized once per step: before its first lookup, or before the update on ranks that did not look it up.
-    All ranks apply the same operation to the same bits, so their parameters stay equal. An evaluation ends in the same
-    way, so that a later checkpoint or export has the same rows as a run on one process.
+    All ranks apply the same operation to the same bits, so their parameters stay equal. The rows are also renormalized
+    at the end of an evaluation. A later checkpoint or export then has the same rows as in a run on one process.
     """
 
     def __init__(self, engine: RankEngine) -> None:
@@ -288,7 +287,7 @@ class MaxNorm:
 
 
 class _Table:
-    """One embedding.
+    """One embedding with `max_norm`.
 
     Attributes:
         seen: 1 for each row that this rank has looked up since the last update, else 0.
@@ -325,9 +324,9 @@ class Corruption:
     """Repair of ranks whose values differ from those of the majority.
 
     Attributes:
-        found: details of each, for the record of the run.
-        members: number of each rank's process, used in messages and counts; None to use the ranks.
-        times: the restored process, for each repair in the run.
+        found: details of each repair, for the run's record.
+        members: process number of each rank, for messages and counts; None if process numbers equal ranks.
+        times: process number of the repaired rank, one entry per repair in the run.
     """
 
     engine: RankEngine
@@ -338,10 +337,10 @@ class Corruption:
     def heal(self, group: Group, named: Mapping[str, Tensor], digests: Mapping[str, int]) -> bool:
         """Copy the majority's state to the other ranks; return False if there is no majority.
 
-        Every rank of the group calls it.
+        Every rank of the group must call this method.
 
         Args:
-            named: parameters and buffers that the ranks should hold alike; their optimizer state is copied, too.
+            named: parameters and buffers that should be equal on all ranks; their optimizer state is copied, too.
             digests: digests of the tensors that differ between ranks.
 
         Raises:
@@ -362,7 +361,7 @@ class Corruption:
         return True
 
     def tell_all(self) -> None:
-        """Send all ranks what the ranks of other groups found; every rank calls it."""
+        """Send the repairs of each group to all ranks; every rank must call this."""
         known = {(d["step"], d["rank"]): d for found in self.engine.group.gather_json(self.found) for d in found}
         self.found = list(known.values())
 

@@ -48,7 +48,8 @@ def divide(
 ) -> Split:
     """Return this rank's part of a model, for the batches that `loader` yields.
 
-    If the model has weights, they move to its parts. `weights=False` leaves the weights of a `DeferredModel` unset.
+    If the model has weights, they are moved into its parts. With `weights=False`, the weights of a `DeferredModel` stay
+    unset.
     """
     recorded = deferred_from(model) if isinstance(model, nn.Module) else model
     split = without_memory(recorded, plan, mesh, loader, loss, settings)
@@ -59,7 +60,7 @@ def divide(
 def without_memory(
     recorded: DeferredModel, plan: Plan, mesh: Mesh, loader: Loader, loss: Loss, settings: Settings
 ) -> Split:
-    """Return this rank's part of a model as shapes only, until `Split.allocate`."""
+    """Return this rank's part of a model without memory; `Split.allocate` allocates it later."""
     precision = plan.precision or settings.precision
     recorded.model = prepared(recorded.model, settings.batch_norm, precision, mesh.group(*DATA_AXES))
     example = loader.example(max(1, loader.smallest_share() // plan.microbatches))
@@ -68,8 +69,8 @@ def without_memory(
     if limited := next((n for n, m in recorded.model.named_modules() if has_max_norm(m)), None):
         raise PlanError(
             "plan.max_norm_divided",
-            'plan {plan} divides the model, but "{name}" has max_norm, which changes the rows that it looks up. '
-            "Use only dp.",
+            'plan {plan} divides the model, but "{name}" has max_norm, which changes weights during lookups. '
+            "Divide only the batch (dp).",
             plan=plan,
             name=limited,
         )
@@ -92,10 +93,10 @@ def without_memory(
 
 
 class SplitModel(Compute):
-    """A replica over several ranks; each has a part of the layers, matrices or tokens.
+    """A replica over several ranks, each with a part of the layers, matrices or tokens.
 
-    All ranks that wait for each other compute the same number of times. A rank without a sample left in a step computes
-    an earlier sample with weight 0.
+    Ranks that wait for each other compute the same number of microbatches. A rank without samples left in a step
+    computes an example sample with weight 0.
     """
 
     split: Split
@@ -182,9 +183,9 @@ class SplitModel(Compute):
 
 
 def _refused_by_undivided(model: nn.Module, example: Batch, loss: Loss) -> BatchError | None:
-    """Explain why the undivided model cannot compute this batch.
+    """Return an error that explains why the undivided model cannot compute this batch.
 
-    Returns None if the model can compute the batch, or if a run without weights does not show the mistake.
+    The result is None if the model can compute the batch, or if a run on meta tensors does not show the mistake.
     """
     try:
         with restored(model), torch.no_grad(), _KernelTypes():
@@ -222,9 +223,9 @@ def _repeated(sample: Batch, count: int) -> Batch:
 
 
 class ShardReads(TorchFunctionMode):
-    """Refusal of reads of shards.
+    """Check that refuses reads of parameter shards outside of the model.
 
-    Used as a context, it checks all operations that run in it. `check` checks the autograd graph of a loss.
+    As a context, the check covers every operation that runs inside. `check` checks the autograd graph of a loss.
     """
 
     def __init__(self, split: Split) -> None:
@@ -242,7 +243,7 @@ class ShardReads(TorchFunctionMode):
             split.on_close(module.register_forward_hook(self._leave, always_call=True).remove)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
-        """Refuse an operation outside of the model that makes a tensor from a shard."""
+        """Refuse an operation outside of the model that computes a tensor from a shard."""
         kwargs = kwargs or {}
         read = None if self._depth else next(filter(None, map(self._shard, _parameters(args, kwargs))), None)
         if read is None:
@@ -259,8 +260,8 @@ class ShardReads(TorchFunctionMode):
         """Refuse a loss whose graph reads shards outside of the model's forward pass.
 
         Args:
-            everywhere: also check the nodes of the model's forward passes, for reads of fsdp's shards, and the nodes
-                from which their inputs were computed. This takes longer.
+            everywhere: True also checks the nodes of the model's forward passes for reads of FSDP shards, and the nodes
+                that computed the model's inputs. This takes longer.
 
         Raises:
             PlanError: the loss reads a shard; the message names the parameter.
@@ -275,7 +276,7 @@ class ShardReads(TorchFunctionMode):
                     raise self._refusal(read)
 
     def _modules(self) -> Iterator[nn.Module]:
-        """Return the model and its layers with shards, which a loop may call directly."""
+        """Yield the model and its layers with shards, which a loop may call directly."""
         for module in self._split.modules:
             yield module
             # hooks on layers would break the graph of a compiled block
@@ -296,7 +297,7 @@ class ShardReads(TorchFunctionMode):
         return f"the parameter {self._names[parameter]}" if divided and parameter in self._names else None
 
     def _is_part(self, parameter: Tensor) -> bool:
-        """True if tp or ep divide a parameter or its gradient over ranks."""
+        """Return True if tp or ep divides a parameter or its gradient over ranks."""
         if parameter not in self._names:
             return False
         part = self._split.parts[self._names[parameter]]

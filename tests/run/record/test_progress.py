@@ -159,7 +159,8 @@ def test_a_log_gets_a_line_now_and_then(tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_events_that_matter_are_told_word_by_word(tmp_path: Path) -> None:
     watched = Watched(tmp_path, terminal=False)
-    problem = "the loss of step 8 is nan (rank 1's share of the batch has it in samples [5]; [bold]a path[/bold])"
+    samples = "rank 1's share of the batch contains NaN or Inf in samples [5]"
+    problem = f"the loss of step 8 is nan ({samples}; [bold]a path[/bold])"
     with watched.progress as live:
         watched.events.event("resume", {"step": 12, "total_steps": 20})
         watched.events.event(
