@@ -28,11 +28,11 @@ from paceline_federated.rules import Local, Task
 from paceline_federated.server import Cohort
 from paceline_federated.simulated_clients import Deal, Kept
 
-_AT_ONCE_BYTES = 2**28  # bytes of stacked parameters of clients that train together
-_READ_BYTES = 2**24  # bytes of samples that are read together
+_AT_ONCE_BYTES = 2**28  # maximum bytes of the stacked parameters of clients that train together
+_READ_BYTES = 2**24  # maximum bytes of samples that are read together
 _MOST_GRAPHS, _MOST_TIMETABLES = 256, 4
-_NARROW = 16  # number of classes; below it, torch's softmax on CPUs is slow along the last dimension
-_TOGETHER = 2  # purpose of random numbers: clients that train together
+_NARROW = 16  # number of classes, below which torch's softmax on CPUs is slow along the last dimension
+_TOGETHER = 2  # purpose of random numbers: training of clients side by side
 _COUPLED = (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm)
 
 
@@ -44,8 +44,8 @@ class Batched:
     """Local training of several clients side by side.
 
     Raises:
-        CannotBatch: the job's model, loss or optimizer treats samples or layers together in a way that padding or
-            stacking would change.
+        CannotBatch: padding or stacking would change the results of the job's model, loss or optimizer, because it
+            combines samples or layers.
     """
 
     def __init__(self, training: LocalTraining, samples: Samples, deal: Deal) -> None:
@@ -59,7 +59,7 @@ class Batched:
         self._all_counted = self._checked()
 
     def train(self, task: Task, clients: Sequence[int], kept: Kept) -> list[Cohort]:
-        """Train clients that have samples, in groups limited by memory, and return updates."""
+        """Train clients with samples, in groups that fit into memory, and return their updates."""
         numbers = np.asarray(clients, np.int64)
         totals = self.training.work.step_counts(self.deal.samples[numbers])
         numbers = numbers[np.argsort(-totals, kind="stable")]
@@ -70,10 +70,10 @@ class Batched:
             return [self._train(task, part, kept) for part in parts]
 
     def _checked(self) -> bool:
-        """True if every label is known to be a valid class, and none is ignored.
+        """Return True if every label is known to be valid and no label is ignored.
 
         Raises:
-            DataError: a label is out of range. The message names it.
+            DataError: a label is out of range. The message names the label.
         """
         loss, whole = self.training.loss, self.samples.whole
         if not isinstance(loss, CrossEntropy) or whole is None:
@@ -114,7 +114,7 @@ class Batched:
         training, parameters = self.training, self.training.layout.parameters
         flat = torch.cat([stack.flatten(1) for stack in final[: len(self.shared)]], dim=1)
         deltas = flat - task.weights[:parameters]
-        if parameters < training.layout.numel:  # buffers, which clients do not change
+        if parameters < training.layout.numel:  # buffers that clients do not change
             deltas = torch.nn.functional.pad(deltas, (0, training.layout.numel - parameters))
         samples = self.deal.samples[clients]
         taken = training.work.step_counts(samples)
@@ -125,7 +125,7 @@ class Batched:
         return Cohort(clients.tolist(), deltas, returned, samples.tolist(), taken.tolist(), means)
 
     def _stacks(self, task: Task, clients: Ints, kept: Kept) -> list[Tensor]:
-        """Stack the initial parameters of every client, (k, …) each."""
+        """Stack the initial parameters of k clients, each of shape (k, …)."""
         shared = self.training.layout.named(task.weights)
         stacks = [shared[name].expand(len(clients), *shared[name].shape).clone() for name in self.shared]
         return [*stacks, *kept.personal(clients)]
@@ -137,7 +137,7 @@ class Batched:
             place[first:end] = stack[first:end]
 
     def _steps(self, clients: Ints, round: int) -> Iterator[tuple[Step, list[Tensor]]]:
-        """Iterate over local steps, each with its samples' parts, (rows, width, …) each."""
+        """Iterate over local steps with their samples' parts, each of shape (rows, width, …)."""
         known, layout = clients.tobytes(), self.training.layout
         table = self._timetables.get(known)
         if table is None:
@@ -152,7 +152,7 @@ class Batched:
                 yield step, [part[number].unflatten(0, (step.rows, step.width)) for part in parts]
 
     def _gradients(self, inputs: list[Tensor]) -> tuple[list[Tensor], Tensor]:
-        """Compute the gradients (k, …) and losses (k,) of a step."""
+        """Compute the gradients and losses of a step, of shapes (k, …) and (k,)."""
         key = tuple([tensor.shape for tensor in inputs])
         graph = self._graphs.get(key)
         if graph is None:
@@ -172,7 +172,7 @@ class Batched:
         return [part.view_as(old) for part, old in zip(parts, gradients, strict=False)] + gradients[shared:]
 
     def _traced(self, inputs: list[Tensor]) -> Callable[..., Any]:
-        """Trace one step's gradients to plain operations on stacks of these shapes."""
+        """Trace the gradients of one step to plain operations on stacks of these shapes."""
         model, count = self.training.model.train(), len(self.names)
         held = tensors_of(model)
         constants = {name: held[name].detach() for name in held if name not in self.names}
@@ -206,7 +206,7 @@ class Batched:
 
 
 def why_not(training: LocalTraining) -> str | None:
-    """Return a known reason why a job's clients must train in turn, or None."""
+    """Return a known reason why a job's clients must train one by one, or None."""
     for name, module in training.model.named_modules():
         if isinstance(module, _COUPLED):
             return f"{name or 'the model'} is a {type(module).__name__}, which mixes the samples of a batch"
@@ -218,7 +218,7 @@ def why_not(training: LocalTraining) -> str | None:
 
 
 def shared_loss(loss: Any, output: Any, batch: Any, shares: Tensor, *, all_counted: bool) -> Tensor:
-    """Compute a batch's loss, weighted by each sample's share (b,), 0 for padding.
+    """Compute the loss of a batch, weighted by each sample's share, of shape (b,).
 
     Args:
         all_counted: True if no label is ignored, so all samples have the same number of labels.
@@ -246,14 +246,14 @@ def shared_loss(loss: Any, output: Any, batch: Any, shares: Tensor, *, all_count
 
 
 def _picked(logits: Tensor, labels: Tensor) -> Tensor:
-    """Return the log-probability of each label. Classes are on dim 1 of the logits."""
+    """Return the log-probability of each label. Dim 1 of the logits has the classes."""
     if logits.dim() == 2 and logits.shape[1] < _NARROW:
         by_class = F.log_softmax(logits.t().contiguous(), dim=0)
         return by_class.gather(0, labels.unsqueeze(0))
     return F.log_softmax(logits, dim=1).gather(1, labels.unsqueeze(1))
 
 
-_TABLE = 2**23  # entries in a table of orders; larger tables are made client by client
+_TABLE = 2**23  # maximum number of entries in a table of orders; larger tables are made client by client
 
 
 @dataclass(frozen=True)
@@ -262,9 +262,9 @@ class Step:
 
     Attributes:
         clients: number of leading clients that take this step.
-        rows: number of clients including padding, whose samples do not count.
+        rows: number of clients including padding; samples of padding do not count.
         width: number of samples per client, including padding.
-        shares: share of each sample in its client's mean loss, (rows, width); 0 for padded ones.
+        shares: share of each sample in its client's mean loss, of shape (rows, width); 0 for padding.
     """
 
     clients: int
@@ -279,8 +279,8 @@ class Block:
 
     Attributes:
         positions: position of each sample in the order of its epoch, step by step, row by row.
-        starts: offset of the sample's client in the deal.
-        epochs: epochs of the clients; if there are several, each with its samples.
+        starts: offset in the deal of each sample's client.
+        epochs: each epoch of the clients, with its samples if there are several epochs.
     """
 
     steps: list[Step]
@@ -299,7 +299,7 @@ class Timetable:
 
     Args:
         clients: the clients, sorted by descending number of steps.
-        together: number of samples of a block, unless one step has more.
+        together: maximum number of samples of a block; a single step may have more.
     """
 
     def __init__(self, work: Work, deal: Deal, clients: Ints, together: int, dtype: torch.dtype) -> None:
@@ -347,7 +347,7 @@ class Timetable:
 
 
 def padded(number: int) -> int:
-    """Round `number` up by at most an eighth, to obtain few distinct values."""
+    """Round `number` up by at most an eighth, so that few distinct values occur."""
     unit = 1 << max(number.bit_length() - 4, 0)
     return -(-number // unit) * unit
 
@@ -379,7 +379,7 @@ class _Orders:
         self._made: dict[tuple[int, int], Ints] = {}
 
     def of(self, round: int, epoch: int) -> Ints:
-        """Return the orders of one epoch of a round."""
+        """Return the clients' sample orders in one epoch of a round."""
         if (found := self._made.get((round, epoch))) is None:
             if len(self._made) >= 4:
                 self._made.clear()
@@ -397,10 +397,10 @@ class _Orders:
 
 
 class StackedOptimizer:
-    """A fresh optimizer of the job for stacks of parameters (k, …).
+    """New optimizer of the job for stacked parameters of shape (k, …).
 
     Attributes:
-        stacks: the parameters, which `narrow` replaces.
+        stacks: the stacked parameters, which `narrow` replaces.
     """
 
     def __init__(self, spec: OptimizerSpec, lr: float, stacks: list[Tensor]) -> None:
@@ -412,7 +412,7 @@ class StackedOptimizer:
             self._adam = spec.model_copy(update={"lr": lr}).build(self._parameters)
 
     def step(self, gradients: list[Tensor]) -> None:
-        """Take one step on gradients of the stacks' shapes."""
+        """Take one step with gradients of the same shapes as the stacks."""
         if self._adam is not None:
             for parameter, gradient in zip(self._parameters, gradients, strict=True):
                 parameter.grad = gradient
@@ -425,7 +425,7 @@ class StackedOptimizer:
         torch._foreach_add_(self.stacks, gradients, alpha=-self.lr)
 
     def narrow(self, rows: int) -> None:
-        """Keep the first rows only."""
+        """Keep only the first rows of each stack."""
         if rows >= len(self.stacks[0]):
             return
         self.stacks = [stack[:rows] for stack in self.stacks]
@@ -452,13 +452,13 @@ class StackedOptimizer:
 
 
 def clip(gradients: list[Tensor], most: float) -> list[Tensor]:
-    """Clip each client's gradients (k, …) to an L2 norm of at most `most`."""
+    """Clip each client's gradients, of shape (k, …), to an L2 norm of at most `most`."""
     norms = torch.stack([gradient.flatten(1).norm(dim=1) for gradient in gradients]).norm(dim=0)
     factors = (most / (norms + 1e-6)).clamp(max=1.0)
     return [gradient * factors.view(-1, *[1] * (gradient.dim() - 1)) for gradient in gradients]
 
 
-_KEPT_BYTES = 2**30  # limit for a training set that stays in memory in the model's format
+_KEPT_BYTES = 2**30  # maximum bytes of a training set that stays in memory in the model's format
 
 
 class Samples:
@@ -468,9 +468,9 @@ class Samples:
         dtype: dtype of floating-point parts; None leaves them unchanged.
 
     Attributes:
-        names: names of the parts if samples are mappings; else None.
+        names: names of the parts if samples are mappings; otherwise None.
         sample_bytes: bytes of one sample's parts.
-        whole: the parts of all samples if they stay in memory; else None.
+        whole: parts of all samples if they stay in memory; otherwise None.
     """
 
     def __init__(self, dataset: Dataset[Any], seed: int, dtype: torch.dtype | None) -> None:
@@ -491,14 +491,14 @@ class Samples:
         return [part.index_select(0, rows) for part in self.whole]
 
     def batch(self, parts: Sequence[Tensor]) -> Batch:
-        """Convert parts to a batch for models and losses."""
+        """Convert parts to a batch for the model and the loss."""
         return tuple(parts) if self.names is None else dict(zip(self.names, parts, strict=True))
 
     def parts(self, batch: Any) -> list[Tensor]:
         """Return the tensors of a batch.
 
         Raises:
-            DataError: the batch has different parts.
+            DataError: the parts of this batch differ from the parts of other batches.
         """
         held = list(batch.values()) if isinstance(batch, Mapping) else list(batch)
         if not all(isinstance(part, Tensor) for part in held):
@@ -514,7 +514,7 @@ class Samples:
 
 
 def _never_changes(dataset: Any) -> bool:
-    """True if a sample is the same each time it is read."""
+    """Return True if a sample is the same each time it is read."""
     if isinstance(dataset, Selection):
         return _never_changes(dataset.dataset)
     return isinstance(dataset, TensorSamples)
@@ -523,7 +523,7 @@ def _never_changes(dataset: Any) -> bool:
 _aten = torch.ops.aten
 _SAME = (_aten.detach.default, _aten.alias.default)
 _SHAPED = (_aten.expand.default, _aten.view.default, _aten._unsafe_view.default)
-# Functions and methods that parse their arguments faster than the operators in a trace.
+# Functions and methods that parse their arguments faster than the traced operators.
 _FUNCTIONS: dict[Any, Callable[..., Any]] = {
     _aten.bmm.default: torch.bmm,
     _aten.add.Tensor: torch.add,
@@ -550,7 +550,7 @@ _SCALED = (_aten.mul.Scalar, _aten.mul.Tensor, _aten.div.Scalar)
 def traced(function: Callable[..., Any], inputs: Sequence[Tensor]) -> Callable[..., Any]:
     """Trace a function for inputs of these shapes to a sequence of operations.
 
-    This makes calls of a function transformed by `torch.func` several times faster.
+    Calls of the traced function are several times faster than calls of a function that `torch.func` transformed.
     """
     with kept_random():
         graph = make_fx(function)(*inputs)
@@ -571,7 +571,7 @@ def traced(function: Callable[..., Any], inputs: Sequence[Tensor]) -> Callable[.
 
 
 def _unchanged(node: Node) -> Node | None:
-    """Return the argument of a node that equals its result, or None."""
+    """Return the argument that a node returns unchanged, or None."""
     if node.op != "call_function" or not node.args or not isinstance(node.args[0], Node):
         return None
     first = node.args[0]
@@ -589,7 +589,7 @@ def _unchanged(node: Node) -> Node | None:
 
 
 def _keep_constants(graph: GraphModule) -> None:
-    """Create one-element tensors once, instead of in every call."""
+    """Create one-element tensors only once, instead of in every call."""
     for number, node in enumerate(list(graph.graph.nodes)):
         if node.op == "call_function" and node.target is _aten.scalar_tensor.default:
             name = f"_constant{number}"

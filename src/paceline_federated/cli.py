@@ -32,7 +32,7 @@ def simulate(
         bool, typer.Option("--in-turn", help="Train clients one by one instead of side by side.")
     ] = False,
 ) -> None:
-    """Train with simulated clients; one process simulates thousands."""
+    """Train with simulated clients; one process can simulate thousands of clients."""
     from paceline.cli.train import last
     from paceline.job.job import Job
     from paceline.text import printable
@@ -110,7 +110,7 @@ def with_clients(job: Job, clients: int | None) -> Job:
 
 
 def summary(run: Run) -> str:
-    """Return a federated run's result, cost, stop reason and directory as text."""
+    """Return the result, cost, stop reason and directory of a federated run as text."""
     from paceline import units
     from paceline.cli.train import last
     from paceline_federated.section import federate_spec

@@ -27,7 +27,7 @@ from paceline_federated.rules import FederatedRule, Local, Task, Update
 from paceline_federated.section import FederatedRuleSpec, FederateSpec, federate_spec
 
 _DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
-_DROPOUT = 1  # purpose of random numbers other than the order of samples
+_DROPOUT = 1  # purpose of all random numbers except the order of samples
 
 
 @dataclass
@@ -35,8 +35,8 @@ class ClientState:
     """State that a client keeps between its rounds.
 
     Attributes:
-        rule: tensors of the rule, (p,) each; empty before the first round.
-        personal: parameters that are not shared, by name; empty before the first round.
+        rule: tensors of the rule, each of shape (p,); empty before the first round.
+        personal: parameters that stay on the client, by name; empty before the first round.
     """
 
     rule: dict[str, Tensor] = field(default_factory=dict)
@@ -47,15 +47,15 @@ class LocalTraining:
     """Local training of a job's clients, one at a time, in one model.
 
     Args:
-        model: the job's initial model; its weights are overwritten.
+        model: the job's initial model. Training overwrites its weights.
 
     Attributes:
         layout: the tensors that clients and server share.
-        rule: the client side of the rule.
-        work: a client's amount of work per round.
+        rule: the client's side of the rule.
+        work: amount of work of a client per round.
 
     Raises:
-        JobError: the job does not support its rule.
+        JobError: the job's settings are incompatible with its rule.
     """
 
     def __init__(self, job: Job, model: nn.Module) -> None:
@@ -76,9 +76,9 @@ class LocalTraining:
         """Train one client on a task.
 
         Args:
-            client: number of the client, which determines the order of its samples.
-            dataset: the client's own samples, all for training.
-            state: the client's state; updated in place.
+            client: number of the client, which determines the order of the client's samples.
+            dataset: the client's own samples, which are all used for training.
+            state: the client's state, which is updated in place.
 
         Raises:
             DataError: a sample cannot be read, or does not match the model.
@@ -110,7 +110,7 @@ class LocalTraining:
 
     @torch.no_grad()
     def show(self, weights: Tensor, state: ClientState | None = None) -> nn.Module:
-        """Load a server's weights, and a client's own parts if given, into the model."""
+        """Load the server's weights into the model, and a client's personal parameters if given."""
         self.layout.load(self.model, weights)
         held, personal = tensors_of(self.model), self.first_personal | (state.personal if state else {})
         for name, tensor in {**self._unshared, **personal}.items():
@@ -156,7 +156,7 @@ def first_model(job: Job) -> nn.Module:
     if job.precision not in _DTYPES:
         raise JobError(
             "federate.precision",
-            "precision {precision}: federated clients compute in fp32 or fp64",
+            "precision {precision}: federated clients compute only in fp32 or fp64",
             precision=job.precision,
         )
     seed_all(job.seed)
@@ -191,13 +191,13 @@ def federated(job: Job) -> FederateSpec:
     if job.stop.epochs is not None:
         raise JobError(
             "federate.epochs",
-            "stop.epochs: clients have their own epochs. A federated run counts rounds, as stop.steps.",
+            "stop.epochs: a federated run counts rounds, not epochs. Set stop.steps to the number of rounds.",
         )
     if job.data.test is not None:
         raise JobError(
             "federate.test_set",
-            "data.test: a federated run does not evaluate a test set: leave it out, and use paceline evaluate RUN "
-            "--data FILE",
+            "data.test: a federated run does not evaluate a test set. Leave it out, and use paceline evaluate RUN "
+            "--data FILE.",
         )
     if job.checkpoint.best is not None:
         raise JobError(
@@ -207,27 +207,26 @@ def federated(job: Job) -> FederateSpec:
     if job.nonfinite != "stop" or job.spike.policy != "off":
         raise JobError(
             "federate.nonfinite",
-            "nonfinite and spike apply to steps of a single run. A federated run always refuses updates with NaN "
-            "or Inf.",
+            "nonfinite and spike apply only to paceline train. A federated run always refuses updates with NaN or Inf.",
         )
     if keys := job.beyond_plain_steps:
         raise JobError(
             "federate.optimizer_unsupported",
-            "{keys}: federated clients do not support this. Use sgd, adam, adamw, lars or lamb for all parameters, "
-            "and a constant, linear, cosine or step schedule.",
+            "{keys}: federated clients do not support these settings. Use sgd, adam, adamw, lars or lamb for all "
+            "parameters, and a constant, linear, cosine or step schedule.",
             keys=list(keys),
         )
     if job.trackers:
         raise JobError(
             "federate.trackers",
-            "trackers follow runs of paceline train. A federated run has only its own record: leave trackers out.",
+            "trackers work only with paceline train. A federated run has only its own record. Leave trackers out.",
         )
     return spec
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Layout of the flat shared tensor: trainable parameters, then floating-point buffers.
+    """Layout of the flat shared tensor: trainable parameters, followed by floating-point buffers.
 
     Frozen parameters and integer buffers are not shared, and keep their initial values.
 
@@ -253,7 +252,7 @@ class Layout:
             personal: name patterns of parameters that stay on the client, such as `head.*`.
 
         Raises:
-            JobError: a pattern matches no parameter, or no parameters are left to share.
+            JobError: a pattern matches no parameter, or no parameter remains to be shared.
         """
         parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         for pattern in personal:
@@ -300,19 +299,19 @@ class Layout:
         return sum(self.sizes)
 
     def flatten(self, model: nn.Module) -> Tensor:
-        """Copy a model's shared tensors to a flat tensor (n,)."""
+        """Copy a model's shared tensors to a flat tensor of shape (n,)."""
         held = tensors_of(model)
         return torch.cat([held[name].detach().reshape(-1) for name in self.names])
 
     @torch.no_grad()
     def load(self, model: nn.Module, flat: Tensor) -> None:
-        """Overwrite a model's shared tensors."""
+        """Overwrite a model's shared tensors with a flat tensor."""
         held = tensors_of(model)
         for name, value in self.named(flat).items():
             held[name].copy_(value)
 
     def named(self, flat: Tensor) -> dict[str, Tensor]:
-        """Split a flat tensor (n,), or rows (k, n), into named views of the original shapes."""
+        """Split a tensor of shape (n,) or (k, n) into named views of the original shapes."""
         parts = flat.split(self.sizes, dim=-1)
         return {
             name: part.unflatten(-1, shape) if shape else part.squeeze(-1)
@@ -333,10 +332,10 @@ class Work:
     """Local work of a job's clients.
 
     Attributes:
-        batch: samples per step. The last step of an epoch has the remainder.
-        epochs: passes over the samples per round, if `steps` is None.
-        steps: optimizer steps per round.
-        seed: seed of the order of samples.
+        batch: number of samples per step. The last step of an epoch has the remaining samples.
+        epochs: number of passes over the samples per round, if `steps` is None.
+        steps: number of optimizer steps per round.
+        seed: seed for the order of samples.
     """
 
     batch: int
@@ -351,18 +350,21 @@ class Work:
         return cls(spec.batch or job.global_batch, spec.epochs, spec.local_steps, job.seed)
 
     def step_count(self, samples: int) -> int:
-        """Return the optimizer steps of a client with a given number of samples."""
+        """Return the number of optimizer steps of a client with this number of samples."""
         if not samples:
             return 0
         return self.steps or self.epochs * -(-samples // self.batch)
 
     def step_counts(self, samples: Ints) -> Ints:
-        """Return the optimizer steps of several clients."""
+        """Return the number of optimizer steps of several clients."""
         steps = self.epochs * -(-samples // self.batch) if self.steps is None else np.full_like(samples, self.steps)
         return np.where(samples > 0, steps, 0)
 
     def batches(self, client: int, round: int, samples: int) -> Iterator[Ints]:
-        """Iterate over the indices of a client's own samples (0, 1, …) in each step of a round."""
+        """Iterate over the steps of a round, and yield the sample indices of each step.
+
+        Index 0 is the client's first sample.
+        """
         left, epoch = self.step_count(samples), 0
         while left:
             indices = order(self.seed, client, round, epoch, samples)
@@ -395,12 +397,12 @@ def keys(*numbers: int | NDArray[np.int64]) -> NDArray[np.uint64]:
 
 
 def uniform(*numbers: int | NDArray[np.int64]) -> NDArray[np.float64]:
-    """Return random numbers in [0, 1), by `keys`."""
+    """Return random numbers in [0, 1), computed with `keys`."""
     return (keys(*numbers) >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
 def one_key(*numbers: int) -> int:
-    """Return a random integer in [0, 2^63), which is half of the result of `keys`."""
+    """Return a random integer in [0, 2^63): the result of `keys` divided by 2."""
     state = 0
     for number in numbers:
         state = (state + number + _GAMMA_INT) & _MASK
@@ -419,7 +421,7 @@ def order(seed: int, client: int, round: int, epoch: int, samples: int) -> NDArr
 def drawing_from(seed: int) -> Iterator[None]:
     """Seed torch's random numbers on the CPU within this context.
 
-    This is cheaper than `torch.manual_seed`, which also records a traceback for each type of accelerator.
+    This is faster than `torch.manual_seed`, which also records a traceback for each type of accelerator.
     """
     generator = torch.default_generator
     before = generator.get_state()

@@ -1,4 +1,4 @@
-"""Charts of a federated run: clients, bytes, privacy and the spread over clients."""
+"""Charts of a federated run: clients, bytes, privacy and the spread of metrics over clients."""
 
 from __future__ import annotations
 

@@ -36,11 +36,13 @@ _MODEL, _BUFFER, _SERVER, _EXTRA = "model/", "buffer/", "server/", "extra/"
 
 
 class Turnout(NamedTuple):
-    """Numbers of a round's clients, by response.
+    """Number of a round's clients for each kind of response.
 
     Attributes:
-        chosen: clients that got the task.
-        answered, dropped, late: chosen clients that answered in time, did not answer, or answered after the deadline.
+        chosen: number of clients that received the task.
+        answered: number of clients that answered in time.
+        dropped: number of clients that did not answer.
+        late: number of clients that answered after the deadline.
         more: additional numbers of the round, by name.
     """
 
@@ -78,19 +80,19 @@ class FederatedRecord:
         compute_s: float = 0.0,
         clipped: int | None = None,
     ) -> Aggregate | None:
-        """Step the server on a round's updates, and write the round's line.
+        """Step the server with the updates of a round, and record the round.
 
-        A round with too few updates takes no step, and counts as a failure. A round is a step of the run, and the times
-        of its phases sum to the time of the step.
+        A round with too few updates takes no step, and counts as a failure. In the record, a round is a step of the
+        run, and the times of the phases of a round add up to the time of the step.
 
         Args:
-            number: number of the round, from 1. With an asynchronous rule, number of the server's step.
-            began_s: beginning of the round, by `time.perf_counter`.
+            number: number of the round, from 1. With an asynchronous rule, this is the number of the server's step.
+            began_s: start of the round, as returned by `time.perf_counter`.
             compute_s: seconds of client training in this process; 0 for real clients.
             clipped: number of updates that were clipped before they reached the aggregator.
 
         Returns:
-            The aggregated update; None if too few clients answered.
+            The aggregated update, or None if too few clients answered.
 
         Raises:
             JobError: too many consecutive rounds took no step.
@@ -141,7 +143,7 @@ class FederatedRecord:
         if self.failures >= server.spec.max_failures:
             raise JobError(
                 "federate.too_few_updates",
-                "round {round}: fewer than {least} of {clients} sent a usable update, for {rounds} in a row "
+                "round {round}: in each of the last {rounds}, fewer than {least} of {clients} sent a usable update "
                 "(federate.max_failures). Choose more clients with federate.per_round, or find out why they drop "
                 "out: events.jsonl contains the reason for each refused update.",
                 round=round,
@@ -157,11 +159,11 @@ class FederatedRecord:
 
 
 def run_at(job: Job, path: Path, *, resume: bool) -> Run:
-    """Open the run at `path`: create a new one, or resume it.
+    """Open the run at `path`: create a new run, or resume an existing run.
 
     Raises:
         JobError: the run belongs to another job.
-        RunError: the run exists and `resume` is not set, or the run cannot be written.
+        RunError: the run exists and `resume` is False, or the run cannot be written.
     """
     if resume and (path / "job.yaml").exists():
         run = Run(path)
@@ -174,7 +176,7 @@ class ServerCheckpoints:
     """Checkpoints of a server, in the usual format of runs.
 
     Args:
-        model: the job's model, for names and shapes. To save the server's weights, they are loaded into this model.
+        model: the job's model. The server's weights are loaded into this model to be saved.
     """
 
     def __init__(self, run: Run, server: Server, model: nn.Module, record: FederatedRecord) -> None:
@@ -260,7 +262,7 @@ def directory_of(job: Job, run: str | Path | None, *, resume: bool) -> Path:
 
 
 class Measure:
-    """Evaluation of a shared model by the job's metrics."""
+    """Evaluation of a shared model with the job's metrics."""
 
     def __init__(self, training: LocalTraining) -> None:
         self.training = training
@@ -270,7 +272,7 @@ class Measure:
         """Compute every metric of the weights on a data set.
 
         Args:
-            state: state of the client whose personal parameters are used with the weights.
+            state: state of the client whose personal parameters complete the weights.
         """
         training = self.training
         model = training.show(weights, state).eval()
@@ -296,8 +298,10 @@ class Fairness(NamedTuple):
     Attributes:
         metric: name of the metric.
         clients: number of evaluated clients.
-        worst, tenth, median, best: quantiles of the metric. `worst` is the lowest value, and `tenth` is the tenth
-            percentile.
+        worst: lowest value of the metric.
+        tenth: tenth percentile of the metric.
+        median: median of the metric.
+        best: highest value of the metric.
         variance: variance of the metric over the clients.
     """
 
@@ -311,10 +315,10 @@ class Fairness(NamedTuple):
 
     @classmethod
     def of(cls, metric: str, values: Iterable[float]) -> Fairness | None:
-        """Compute the distribution of finite values; None if there are none.
+        """Compute the distribution of finite values; return None without finite values.
 
         Args:
-            metric: for `loss`, for which lower is better, worst and best are swapped.
+            metric: name of the metric. For `loss`, where lower is better, worst and best are swapped.
         """
         finite = np.array([value for value in values if np.isfinite(value)])
         if not len(finite):

@@ -1,6 +1,6 @@
-"""Federated rules: their interface, and the built-in ones. No sockets, no files.
+"""Federated rules: their interface, and the built-in rules. No sockets, no files.
 
-A rule has two sides: the server's step, and corrections of clients' gradients.
+A rule has two sides: the server's step, and corrections of the clients' gradients.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Task:
-    """The work of one client in one round.
+    """Work of one client in one round.
 
     Attributes:
         round: number of the round, from 1.
-        version: number of earlier server steps, which identifies `weights`.
+        version: number of server steps so far, which identifies `weights`.
         weights: the shared part of the model as a flat tensor (`Layout`): trainable parameters, then buffers.
-        sent: additional flat tensors from the rule, of the length of the trainable parameters.
+        sent: additional flat tensors of the rule, each as long as the trainable parameters.
         lr: learning rate of the local optimizer.
     """
 
@@ -37,12 +37,13 @@ class Update:
 
     Attributes:
         client: number of the client, from 0.
-        round, version: as in the task.
-        delta: new weights minus the task's weights, of the same length.
-        returned: the rule's own tensors (`FederatedRule.finish`).
+        round: round of the task.
+        version: version of the task.
+        delta: new weights minus the task's weights, as a flat tensor.
+        returned: tensors that the rule returns to the server (`FederatedRule.finish`).
         samples: number of the client's training samples.
         steps: number of local optimizer steps.
-        loss: mean training loss over these steps; NaN if there were none.
+        loss: mean training loss over these steps; NaN without steps.
     """
 
     client: int
@@ -57,14 +58,14 @@ class Update:
 
 @dataclass
 class Local:
-    """Local training of one client, or of k clients together, from a rule's view.
+    """Local training of one client, or of k clients together, as a rule sees it.
 
     For k clients, tensors have shape (k, p) instead of (p,), with p trainable elements.
 
     Attributes:
-        start: parameters of the task, (p,).
-        sent: the task's additional tensors, (p,) each.
-        state: tensors that the rule keeps on each client between rounds, (p,) or (k, p) each.
+        start: parameters of the task, of shape (p,).
+        sent: additional tensors of the task, each of shape (p,).
+        state: tensors that the rule keeps on each client between rounds, each of shape (p,) or (k, p).
         lr: learning rate of the local optimizer.
     """
 
@@ -77,14 +78,14 @@ class Local:
 class FederatedRule:
     """A federated rule: the server's step, and the corrections of each client's gradients.
 
-    The server has one instance, and each client has its own instance with the same arguments. The methods of this base
-    class implement federated averaging with a server learning rate of 1.
+    The server has one instance of the rule, and each client has its own instance with the same arguments. The methods
+    of this base class implement federated averaging with a server learning rate of 1.
 
     Attributes:
-        client_keeps: names of tensors that a client keeps between its rounds, of the length of the parameters and
-            initially zero.
+        client_keeps: names of tensors that a client keeps between its rounds. Each tensor is as long as the parameters
+            and initially zero.
         buffer: number of updates per step of an asynchronous server; None for synchronous rounds.
-        plain_sgd: True if the local optimizer must be sgd without momentum.
+        plain_sgd: True if the local optimizer must be SGD without momentum.
     """
 
     client_keeps: tuple[str, ...] = ()
@@ -92,10 +93,10 @@ class FederatedRule:
     plain_sgd: bool = False
 
     def start(self, parameters: Tensor, clients: int) -> None:
-        """Initialise with the server's first parameters (p,) and the number of all clients."""
+        """Initialise the rule with the server's initial parameters (p,) and the number of clients."""
 
     def sends(self) -> Mapping[str, Tensor]:
-        """Return tensors (p,) that every task carries in addition to the weights."""
+        """Return tensors of shape (p,) that every task contains in addition to the weights."""
         return {}
 
     def discount(self, staleness: int) -> float:
@@ -106,8 +107,8 @@ class FederatedRule:
         """Step the server's parameters (p,) in place.
 
         Args:
-            mean: the aggregated update (p,): the weighted mean of the clients' deltas, or a robust aggregate.
-            returned: the unweighted mean of the tensors that clients' `finish` returned.
+            mean: the aggregated update of shape (p,): the weighted mean of the clients' deltas, or a robust aggregate.
+            returned: unweighted means of the tensors that the clients' `finish` returned.
             clients: number of aggregated updates.
         """
         parameters += mean
@@ -117,17 +118,17 @@ class FederatedRule:
         return {}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Restore the server's state, after `start`."""
+        """Restore the server's state. Call this after `start`."""
 
     def adjust(self, gradients: Tensor, parameters: Tensor, local: Local) -> None:
-        """Correct gradients (p,) or (k, p) of one local step, in place."""
+        """Correct the gradients of one local step in place, of shape (p,) or (k, p)."""
 
     def finish(self, delta: Tensor, steps: Tensor, local: Local) -> Mapping[str, Tensor]:
         """End local training, update `local.state` in place, and return tensors for the server.
 
         Args:
-            delta: new parameters minus the task's parameters, (p,) or (k, p).
-            steps: number of local steps, () or (k, 1).
+            delta: new parameters minus the task's parameters, of shape (p,) or (k, p).
+            steps: number of local steps, of shape () or (k, 1).
         """
         return {}
 
@@ -160,7 +161,7 @@ class FedAvg(FederatedRule):
 
 
 class FedProx(FederatedRule):
-    """Federated averaging with a term μ/2 · ‖w − w_server‖² in the clients' loss."""
+    """Federated averaging with the term μ/2 · ‖w − w_server‖² in the loss of each client."""
 
     def __init__(self, value: float) -> None:
         self.mu = value
@@ -170,12 +171,14 @@ class FedProx(FederatedRule):
 
 
 class FedAdam(FederatedRule):
-    """Adam on the server, with the mean update as gradient, without bias correction.
+    """Adam on the server, with the mean update as the gradient and without bias correction.
 
     Args:
         lr: the server's learning rate.
-        beta1, beta2: decay of the first and second moment.
-        tau: degree of adaptivity, added to the root of the second moment. The second moment begins at `tau` squared.
+        beta1: decay of the first moment.
+        beta2: decay of the second moment.
+        tau: degree of adaptivity, which is added to the root of the second moment. The initial second moment is `tau`
+            squared.
     """
 
     def __init__(self, lr: float, beta1: float, beta2: float, tau: float) -> None:
@@ -187,7 +190,7 @@ class FedAdam(FederatedRule):
         self._second = torch.full_like(parameters, self.tau**2)
 
     def step(self, parameters: Tensor, mean: Tensor, returned: Mapping[str, Tensor], clients: int) -> None:
-        """Apply the first moment divided by the root of the second moment."""
+        """Step by the first moment divided by the root of the second moment."""
         self._first.mul_(self.beta1).add_(mean, alpha=1 - self.beta1)
         self.update_second(self._second, mean * mean)
         parameters.addcdiv_(self._first, self._second.sqrt().add_(self.tau), value=self.lr)
@@ -205,10 +208,10 @@ class FedAdam(FederatedRule):
 
 
 class FedYogi(FedAdam):
-    """FedAdam, whose second moment changes by a bounded amount in either direction."""
+    """FedAdam with a second moment that changes by a bounded amount in either direction."""
 
     def update_second(self, second: Tensor, square: Tensor) -> None:
-        """Move the second moment towards the square by a share of the square."""
+        """Move the second moment towards the squared update by a share of the squared update."""
         second.sub_(square * torch.sign(second - square), alpha=1 - self.beta2)
 
 
@@ -236,7 +239,10 @@ class Scaffold(FederatedRule):
         return {CONTROL: self._control}
 
     def step(self, parameters: Tensor, mean: Tensor, returned: Mapping[str, Tensor], clients: int) -> None:
-        """Apply the mean update, and move the control variate by the participating fraction."""
+        """Apply the mean update and the clients' mean change of the control variate.
+
+        The change is multiplied by the fraction of clients that took part.
+        """
         parameters.add_(mean, alpha=self.lr)
         self._control.add_(returned[CONTROL], alpha=clients / self.clients)
 
@@ -250,14 +256,14 @@ class Scaffold(FederatedRule):
         gradients.add_(local.sent[CONTROL]).sub_(local.state[CONTROL])
 
     def finish(self, delta: Tensor, steps: Tensor, local: Local) -> Mapping[str, Tensor]:
-        """Set the control variate to the round's mean gradient, and return its change."""
+        """Set the client's control variate to the round's mean gradient, and return its change."""
         change = -local.sent[CONTROL] - delta / (steps * local.lr)
         local.state[CONTROL].add_(change)
         return {CONTROL: change}
 
 
 class FedBuff(FederatedRule):
-    """Mean of the next `value` updates, each divided by √(1 + staleness)."""
+    """FedBuff: mean of the next `value` updates, each divided by √(1 + staleness)."""
 
     def __init__(self, value: int, lr: float = 1.0) -> None:
         self.buffer, self.lr = value, lr

@@ -27,7 +27,7 @@ class ClientsSpec(Spec):
 
     - `iid`: nearly equal numbers of samples, drawn at random.
     - `dirichlet`: each class is divided by shares from a Dirichlet distribution (Hsu et al., 2019, arXiv:1909.06335);
-      the smaller `alpha`, the more the clients differ. Clients may have no samples.
+      the smaller `alpha` is, the more the clients differ. Some clients may have no samples.
     - `shards`: samples are sorted by class and divided into equal shards; each client gets `shards` of them.
     - `user`: one client per distinct value in the data set's attribute `users`, which has one value per sample.
     """
@@ -66,12 +66,12 @@ class PrivacySpec(Spec):
 class SecureSpec(Spec):
     """Secure aggregation of a deployment by Flower's SecAgg+.
 
-    The server receives sums of updates only.
+    The server receives only sums of updates.
 
     Each number of an update lies within ±`clipping_range`, and is rounded to one of `quantization_range` values. A
     client's weight is its number of samples, at most `max_weight`. Each client's keys are divided into `num_shares`
-    shares (as many as the round has clients if not given); `reconstruction_threshold` is the fraction of shares that
-    restores a key.
+    shares (by default, the number of clients in the round). `reconstruction_threshold` is the fraction of the shares
+    that is enough to restore a key.
     """
 
     clipping_range: PositiveFloat = 8.0
@@ -85,8 +85,8 @@ class SimulateSpec(Spec):
     """Behaviour of simulated clients.
 
     `drop_out` is the fraction of chosen clients that never answer. `spread` is the standard deviation of the logarithm
-    of clients' speeds. Clients later than `deadline` are left out; its unit is the time of a typical client for a
-    typical task. A fraction `poisoners` of the clients sends its update multiplied by -10.
+    of clients' speeds. Updates later than `deadline` are left out; the unit of `deadline` is the time that a typical
+    client needs for a typical task. A fraction `poisoners` of the clients multiply their updates by -10.
     """
 
     drop_out: float = Field(0.0, ge=0, lt=1)
@@ -96,17 +96,17 @@ class SimulateSpec(Spec):
 
 
 class FederateSpec(Spec):
-    """Federated training of the job: `paceline federate`. A step of the job's `stop` rule is then a round."""
+    """Federated training of the job: `paceline federate`. A step of the job's `stop` rule then means a round."""
 
     rule: str = "fedavg"  # rule of the server and its clients, as in `fedprox:0.01`
-    clients: int = Field(10, ge=1)  # simulated clients, or nodes that a deployment waits for before it begins
-    per_round: int | None = Field(None, ge=1)  # clients chosen in a round; None: all
-    local_epochs: int | None = Field(None, ge=1)  # passes of a client over its samples per round; default 1
-    local_steps: int | None = Field(None, ge=1)  # alternatively, optimizer steps per round
-    batch: int | None = Field(None, ge=1)  # samples of a client's step; None: the job's global_batch
+    clients: int = Field(10, ge=1)  # number of simulated clients, or of nodes that a deployment waits for
+    per_round: int | None = Field(None, ge=1)  # number of clients chosen per round; None: all
+    local_epochs: int | None = Field(None, ge=1)  # number of passes of a client over its samples per round; default 1
+    local_steps: int | None = Field(None, ge=1)  # alternatively, number of optimizer steps per round
+    batch: int | None = Field(None, ge=1)  # number of samples in a client's step; None: the job's global_batch
     partition: ClientsSpec = ClientsSpec()
     weigh: Literal["samples", "equal"] = "samples"  # weighting of clients' updates
-    aggregate: str = "mean"  # or median, or trimmed:SHARE, which drops that share at each end
+    aggregate: str = "mean"  # or median, or trimmed:SHARE, which drops this share of the values at each end
     norm_bound: PositiveFloat | None = None  # L2 bound to which updates are clipped
     compress: str = "none"  # codec of clients' updates
     compress_down: str = "none"  # codec of the weights sent to clients
@@ -160,7 +160,7 @@ class FederateSpec(Spec):
         return self
 
     def _can_be_secure(self) -> None:
-        """Refuse settings that need single updates, or that change masked numbers."""
+        """Refuse settings that need individual updates, or that change masked numbers."""
         if self.secure is None:
             return
         if self.aggregate != "mean" or self.norm_bound is not None:
@@ -185,12 +185,12 @@ class FederateSpec(Spec):
 
 
 def trimmed_share(text: str) -> float | None:
-    """Return the share that `aggregate` drops at each end.
+    """Return the share of values that `aggregate` drops at each end.
 
-    It is 0 for `mean`, and None for `median`.
+    The share is 0 for `mean`, and None for `median`.
 
     Raises:
-        ValueError: `aggregate` has another value.
+        ValueError: `aggregate` is not mean, median or trimmed:SHARE.
     """
     if text in ("mean", "median"):
         return 0.0 if text == "mean" else None
@@ -228,12 +228,12 @@ SECTION = JobSection(FederateSpec)
 
 @dataclass(frozen=True)
 class FederatedRuleInfo:
-    """Description of a federated rule, readable without torch.
+    """Description of a federated rule, which does not need torch.
 
     Attributes:
-        rule: import path of the class, which is called with its arguments as keywords.
-        arguments: name -> type, default and limits. The value after the colon has the key "", and the argument name
-            `value`.
+        rule: import path of the class. The class is called with the arguments as keywords.
+        arguments: type, default and limits of each argument, by name. The key "" describes the value after the colon,
+            which is passed as `value`.
     """
 
     rule: str
@@ -282,7 +282,7 @@ class FederatedRuleSpec:
     Attributes:
         name: name of a built-in rule, or of a rule that a package registers under the entry point
             `paceline.federated_rules`.
-        arguments: arguments of the rule, converted and with defaults.
+        arguments: converted arguments of the rule, including defaults.
     """
 
     name: str
@@ -293,7 +293,7 @@ class FederatedRuleSpec:
         """Read the value of `federate.rule`.
 
         Raises:
-            JobError: the rule or an argument is unknown (the message suggests the nearest), or a value is invalid.
+            JobError: the rule or an argument is unknown, or a value is invalid. The message suggests the nearest name.
         """
         where = f"federate.rule {text}"
         try:

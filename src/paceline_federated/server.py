@@ -21,23 +21,24 @@ from paceline_federated.client import Layout, federated, keys, one_key, rule_of,
 from paceline_federated.rules import FederatedRule, Task, Update
 from paceline_federated.section import FederateSpec, PrivacySpec, trimmed_share
 
-# purposes of random numbers, so that no two uses of a seed draw the same numbers
+# purposes of random numbers, so that different uses of a seed draw different numbers
 _CHOICE, _NOISE, _DOWN, _UP = 11, 12, 13, 14
 
 
 class Server:
-    """Holder of the shared weights, which steps on aggregated updates.
+    """Owner of the shared weights, which applies aggregated updates.
 
     Args:
-        weights: the initial weights, flat (n,).
-        clients: total number of clients, for the fraction that takes part in a round.
-        adds_noise: False if the noise of differential privacy is added elsewhere, such as by Flower in a deployment.
+        weights: the initial weights, a flat tensor of shape (n,).
+        clients: total number of clients, from which the fraction of participating clients is computed.
+        adds_noise: False if other code adds the noise of differential privacy, such as Flower in a deployment.
 
     Attributes:
         weights: the current weights.
         version: number of steps so far.
         privacy: the spent privacy budget; None without differential privacy.
-        up, down: codecs of updates, and of weights.
+        up: codec of updates.
+        down: codec of weights.
 
     Raises:
         JobError: settings in the job's `federate` section are incompatible, or need a package that is not installed.
@@ -104,7 +105,7 @@ class Server:
         return Aggregator(self.spec, self.layout, self.rule, chosen=float(self.per_round), noise=noise)
 
     def apply(self, aggregate: Aggregate) -> None:
-        """Step on the aggregate of a round.
+        """Step with the aggregate of a round.
 
         Raises:
             NonFiniteError: the new weights are not finite.
@@ -125,12 +126,12 @@ class Server:
             self.privacy.rounds += 1
 
     def state_dict(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Return the state other than weights: the rule's tensors, and plain values."""
+        """Return the state without the weights: the rule's tensors, and plain values."""
         spent = self.privacy.rounds if self.privacy is not None else 0
         return dict(self.rule.state_dict()), {"version": self.version, "noised_rounds": spent}
 
     def load_state_dict(self, weights: Tensor, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
-        """Restore weights and state of an earlier run of the same job."""
+        """Restore the weights and the state of an earlier run of the same job."""
         self.weights = weights.clone()
         self.rule.start(self._parameters, self.clients)
         self.rule.load_state_dict(tensors)
@@ -153,13 +154,15 @@ def codecs_of(job: Job, layout: Layout) -> tuple[UpdateCodec, UpdateCodec]:
 
 @dataclass(frozen=True)
 class Cohort:
-    """Updates of k clients that trained on one task, row by row.
+    """Updates of k clients that trained on one task, one row per client.
 
     Attributes:
         clients: numbers of the clients.
-        deltas: new weights minus the task's weights, (k, n).
-        returned: the rule's own tensors, (k, p) each.
-        samples, steps, losses: values of each client, as in `Update`.
+        deltas: new weights minus the task's weights, of shape (k, n).
+        returned: the rule's own tensors, each of shape (k, p).
+        samples: number of training samples of each client.
+        steps: number of local steps of each client.
+        losses: mean training loss of each client.
     """
 
     clients: Sequence[int]
@@ -197,9 +200,9 @@ class Aggregate:
     """Aggregate of a round's updates.
 
     Attributes:
-        delta: the aggregated update (n,).
-        returned: unweighted means of the rule's own tensors, (p,) each.
-        clients: number of updates in it.
+        delta: the aggregated update, of shape (n,).
+        returned: unweighted means of the rule's own tensors, each of shape (p,).
+        clients: number of aggregated updates.
         samples: total number of samples of these clients.
         loss: mean training loss of the clients, weighted by samples.
         norm: the largest L2 norm of an update before clipping.
@@ -218,15 +221,15 @@ class Aggregate:
 class Aggregator:
     """Aggregator of the updates of one server step, in any order.
 
-    The mean takes the memory of one update. Median and trimmed mean keep all updates.
+    The mean needs the memory of only one update. Median and trimmed mean keep all updates.
 
     Args:
         rule: the rule, which discounts updates that began from an older version.
-        chosen: expected number of updates under differential privacy, which divides the sum by it.
-        noise: random generator of differential privacy; None adds no noise.
+        chosen: expected number of updates. Differential privacy divides the sum by this number.
+        noise: random generator for the noise of differential privacy; None adds no noise.
 
     Attributes:
-        refused: number of each refused client -> the reason.
+        refused: reason for each refused client, by client number.
         clients: number of updates accepted so far.
     """
 
@@ -251,7 +254,7 @@ class Aggregator:
         self._bound = spec.privacy.clip if spec.privacy else spec.norm_bound
 
     def add(self, update: Update, staleness: int = 0) -> str | None:
-        """Add one client's update, or return the reason why it is refused."""
+        """Add the update of one client, or return the reason for its refusal."""
         reason = problem_with(update, self.layout)
         if reason is not None:
             self.refused[update.client] = reason
@@ -280,7 +283,8 @@ class Aggregator:
         """Add the sum of several unknown updates (secure aggregation).
 
         Args:
-            total: weighted sum of the updates (n,). `weight` is the sum of the weights.
+            total: weighted sum of the updates, of shape (n,).
+            weight: sum of the weights.
             returned: sums of the rule's own tensors.
             loss: mean loss of the clients.
         """
@@ -360,12 +364,12 @@ def problem_with(update: Update, layout: Layout) -> str | None:
 class UpdateCodec:
     """Codec of flat tensors of one length.
 
-    Random rounding is determined by the seed and the numbers given with each tensor.
+    The seed and the numbers that come with each tensor determine the random rounding.
 
     Args:
         text: the codec as in a plan's `compress=`, such as `int8` or `topk:0.01+bf16`, or `none`.
         numel: number of elements of a tensor.
-        weights: True if the tensors are weights, so that every element must be sent.
+        weights: True if the tensors are weights, in which case every element must be sent.
 
     Attributes:
         exact: True if tensors are sent unencoded.
@@ -408,28 +412,28 @@ class UpdateCodec:
             )
 
     def encode(self, flat: Tensor, *numbers: int) -> Tensor:
-        """Encode a tensor (numel,) as uint8; `numbers` identify round and client."""
+        """Encode a tensor of shape (numel,) as uint8; `numbers` identify the round and the client."""
         if self.exact:
             return flat.detach().contiguous().view(torch.uint8)
         self._generator.manual_seed(one_key(self.seed, *numbers))
         return self._codec.encode(flat)
 
     def decode(self, coded: Tensor) -> Tensor:
-        """Decode a tensor (numel,)."""
+        """Decode a tensor of shape (numel,)."""
         if self.exact:
             return coded.view(self.dtype)
         return self._codec.decode(coded).to(self.dtype)
 
     def round_trip(self, flat: Tensor, *numbers: int) -> Tensor:
-        """Encode and decode a tensor, to obtain what the other end receives."""
+        """Encode and decode a tensor, and return the tensor that the other end receives."""
         return flat if self.exact else self.decode(self.encode(flat, *numbers))
 
 
 class PrivacySpent:
-    """Accountant of the server's steps on noised sums, which computes ε.
+    """Accountant of the server's steps with noised sums, which computes ε.
 
     Args:
-        rate: probability with which each client is chosen, independently of the others, in each round.
+        rate: probability with which each client is independently chosen in a round.
 
     Attributes:
         rounds: number of noised sums so far.
@@ -458,5 +462,5 @@ class PrivacySpent:
         accountant = self._accountant()
         accountant.history = [(self.spec.noise, self.rate, self.rounds)]
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # optimal order at the end of its range: a loose bound
+            warnings.simplefilter("ignore")  # if the optimal order is at the end of its range, the bound is loose
             return float(accountant.get_epsilon(delta=self.spec.delta))

@@ -1,4 +1,4 @@
-"""Simulated clients: their samples, behaviour, and state between rounds."""
+"""Simulated clients: samples, behaviour, and state between rounds."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ _DEAL, _HELD_OUT = 21, 22
 class Deal:
     """Samples of every simulated client, as indices into the training set.
 
-    All clients' indices are in one array, so memory grows with the number of samples and not of clients.
+    The indices of all clients are in one array, so memory grows with the number of samples but not with the number of
+    clients.
 
     Attributes:
         indices: indices of the samples, client by client.
@@ -49,7 +50,7 @@ class Deal:
         return np.diff(self.ends)
 
     def split(self, share: float, seed: int) -> tuple[Deal, Deal]:
-        """Split into a deal for training, and a deal of held-out samples for evaluation.
+        """Split the samples into a deal for training and a deal of held-out samples.
 
         A client keeps at least one training sample, so a client with a single sample has none for evaluation.
         """
@@ -73,7 +74,7 @@ def deal(dataset: Dataset[Any], spec: ClientsSpec, clients: int, seed: int) -> D
     """Divide a training set over clients.
 
     Raises:
-        DataError: the set has too few samples, or lacks the labels or users that the division needs.
+        DataError: the training set has too few samples, or lacks the labels or users that the division needs.
     """
     samples = len(dataset)  # type: ignore[arg-type]
     if clients > samples:
@@ -100,7 +101,7 @@ def _dirichlet(labels: Ints, alpha: float, clients: int, random: np.random.Gener
     owner = np.empty(len(labels), np.int64)
     for label in np.unique(labels):
         places = random.permutation(np.flatnonzero(labels == label))
-        # A gamma draw of a small alpha may be 0 for every client.
+        # With a small alpha, the gamma draws of all clients may be 0.
         shares = random.gamma(alpha, size=clients) + 1e-300
         cuts = np.round(np.cumsum(shares / shares.sum()) * len(places)).astype(np.int64)
         owner[places] = np.searchsorted(cuts, np.arange(len(places)), side="right").clip(max=clients - 1)
@@ -149,7 +150,7 @@ def users_of(dataset: Any) -> NDArray[Any] | None:
     if len(users) != len(dataset):
         raise DataError(
             "federate.users_differ",
-            "the data set has {samples} samples but {users} users. Give one user per sample.",
+            "the data set has {samples} samples, but `users` has {users} values. Give one user per sample.",
             samples=len(dataset),
             users=len(users),
         )
@@ -179,7 +180,7 @@ POISON = -10.0  # factor by which a poisoner multiplies its update
 
 
 class Answers(NamedTuple):
-    """Chosen clients of a round that answer in time, never, or after the deadline."""
+    """Chosen clients of a round, divided into in time, never, and after the deadline."""
 
     present: list[int]
     dropped: list[int]
@@ -200,7 +201,7 @@ class Behaviour:
         normal = radius * np.cos(2.0 * np.pi * uniform(seed, _ANGLE, clients))
         trains = step_counts > 0
         usual = float(np.median(step_counts[trains])) if trains.any() else 1.0
-        # time of each client's work, relative to a typical client
+        # time of each client's work relative to a typical client
         self.times = np.exp(spec.spread * normal) * step_counts / usual
         self.poisons = uniform(seed, _POISON, clients) < spec.poisoners
 
@@ -225,13 +226,13 @@ _PREFIX = "clients/"
 
 
 class Kept:
-    """Tensors of all clients, one row each, mapped into memory from a sparse file.
+    """Tensors of all clients, one row per client, mapped into memory from a sparse file.
 
-    If a rule keeps no tensors and there are no personal parameters, no memory is used. Clients that have not trained
-    have zeros, and the job's initial personal parameters.
+    If the rule keeps no tensors and there are no personal parameters, no memory is used. The rule's tensors of a client
+    that has not trained are zero, and its personal parameters are the job's initial parameters.
 
     Raises:
-        RunError: the file cannot be made.
+        RunError: the file cannot be created.
     """
 
     def __init__(self, training: LocalTraining, clients: int, folder: Path) -> None:
@@ -254,7 +255,7 @@ class Kept:
         except (OSError, RuntimeError) as error:
             raise RunError(
                 "federate.state_folder",
-                "{path}, the folder for the state of clients, cannot be created: {error}",
+                "the folder {path} for the state of clients cannot be created: {error}",
                 path=self.path,
                 error=error,
             ) from error
@@ -262,12 +263,12 @@ class Kept:
             self._tables[name] = part
 
     def rule(self, clients: Ints) -> dict[str, Tensor]:
-        """Copy the rule's tensors of some clients, (k, p) each."""
+        """Copy the rule's tensors of k clients, each of shape (k, p)."""
         rows = torch.from_numpy(clients)
         return {name: self._tables[name][rows] for name in self.rule_names}
 
     def personal(self, clients: Ints) -> list[Tensor]:
-        """Copy the personal parameters of some clients, (k, …) each, in the layout's order."""
+        """Copy the personal parameters of k clients, each of shape (k, …), in layout order."""
         rows, known = torch.from_numpy(clients), torch.from_numpy(self.touched[clients])
         found = []
         for name in self.personal_names:
@@ -289,7 +290,7 @@ class Kept:
         self.touched[clients] = True
 
     def state(self, client: int) -> ClientState:
-        """Return the state of one client, in the form of real clients."""
+        """Return the state of one client, in the same form as for a real client."""
         one = np.array([client])
         rule = {name: tensor[0] for name, tensor in self.rule(one).items()}
         personal = {n: t[0] for n, t in zip(self.personal_names, self.personal(one), strict=True)}
@@ -301,14 +302,14 @@ class Kept:
         self.keep(np.array([client]), rule, personal)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the rows of clients that have trained, for a checkpoint."""
+        """Return the rows of all clients that have trained, for a checkpoint."""
         if not self._tables:
             return {}
         rows = torch.from_numpy(np.flatnonzero(self.touched))
         return {f"{_PREFIX}rows": rows} | {f"{_PREFIX}{name}": table[rows] for name, table in self._tables.items()}
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Restore from a checkpoint's tensors."""
+        """Restore the rows from a checkpoint's tensors."""
         if not self._tables:
             return
         rows = tensors[f"{_PREFIX}rows"]
@@ -319,6 +320,6 @@ class Kept:
         self.touched[rows.numpy()] = True
 
     def close(self) -> None:
-        """Remove the file; checkpoints have its contents."""
+        """Remove the file, whose contents are in the checkpoints."""
         self._tables.clear()
         self.path.unlink(missing_ok=True)

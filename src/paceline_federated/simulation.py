@@ -32,8 +32,8 @@ from paceline_federated.rules import Task
 from paceline_federated.server import Aggregator, Cohort, Server
 from paceline_federated.simulated_clients import POISON, Behaviour, Deal, Kept, deal
 
-_MEASURED = 1000  # largest number of clients that are evaluated on their own samples
-# multiplications in one step of a round's clients, below which a second thread does not pay off
+_MEASURED = 1000  # maximum number of clients that are evaluated on their own samples
+# number of multiplications in one step of a round's clients, below which a second thread does not help
 _SMALL = 2**25
 Say = Callable[[str], object]
 
@@ -44,11 +44,11 @@ def simulate(job: Job, path: Path, *, resume: bool = False, say: Say = lambda li
     Args:
         path: directory of the run.
         resume: True to continue from the newest checkpoint in the directory.
-        say: function that prints lines for the user.
-        batched: True to train clients side by side if the model allows this, else one by one.
+        say: function that prints a line for the user.
+        batched: True to train clients side by side if the model allows this, otherwise one by one.
 
     Raises:
-        PacelineError: the job or its data is invalid, or too few clients answer. The message has a remedy.
+        PacelineError: the job or its data is invalid, or too few clients answer. The message contains a remedy.
     """
     federated(job)
     job.fetch()
@@ -68,7 +68,7 @@ class Simulation:
 
     Attributes:
         deal: training samples of each client.
-        training: local training of a single client.
+        training: local training of one client.
 
     Raises:
         PacelineError: the job or its data is invalid.
@@ -81,7 +81,7 @@ class Simulation:
         load_published(job, model)
         self.training = LocalTraining(job, model)
         self.data = job.data.build(input_shape=job.model.input_shape(), seed=job.seed)
-        self.own: Deal | None = None  # held-out samples of clients
+        self.own: Deal | None = None  # held-out samples of the clients
         self.deal = deal(self.data.train, spec.partition, spec.clients, job.seed)
         if spec.held_out:
             self.deal, self.own = self.deal.split(spec.held_out, job.seed)
@@ -110,7 +110,7 @@ class Simulation:
 
     @property
     def signal(self) -> str | None:
-        """Return the first signal to end, or None."""
+        """Return the first signal that requests the end of the run, or None."""
         return self._signals[0] if self._signals else None
 
 
@@ -126,7 +126,7 @@ def one_thread() -> Iterator[None]:
 
 
 class Rounds:
-    """The loop over rounds: train, aggregate, record, evaluate, save."""
+    """Loop over rounds: train, aggregate, record, evaluate, save."""
 
     def __init__(
         self, simulation: Simulation, record: FederatedRecord, kept: Kept, trainer: Trainer, saved: ServerCheckpoints
@@ -148,7 +148,7 @@ class Rounds:
             reason = self._one()
         interrupted = reason in ("SIGINT", "SIGTERM")
         if not interrupted and self._measured_at != self.round:
-            self._measure(counts=False)  # it is not due, so a longer run makes none here
+            self._measure(counts=False)  # this evaluation is not due, and a longer run would not make it
         self._save()
         stop = self.simulation.stop
         details = {"reason": reason, "step": self.round, "elapsed_s": round(stop.elapsed_s, 3)}
@@ -187,7 +187,7 @@ class Rounds:
     # Evaluation and checkpoints
 
     def _measure(self, *, counts: bool = True) -> str | None:
-        """Evaluate weights and clients; return a stop reason if a target is reached."""
+        """Evaluate the weights and the clients; return a stop reason if a target is reached."""
         simulation, self._measured_at = self.simulation, self.round
         self._fairness()
         if simulation.data.held_out is None:
@@ -263,7 +263,7 @@ _DELTAS = "flights/deltas"
 
 @dataclass(order=True)
 class _Flight:
-    """A client in training, with its update once computed."""
+    """Client in training, with its update once it is computed."""
 
     arrives: float
     number: int
@@ -274,7 +274,7 @@ class _Flight:
 
 
 class Flights:
-    """Clients that train concurrently. When one finishes or drops out, another begins.
+    """Clients that train concurrently. When a client finishes or drops out, another client begins.
 
     `federate.per_round` is the number of concurrent clients.
     """
@@ -288,8 +288,8 @@ class Flights:
         """Pass arriving updates to the server, up to the number that its rule requires.
 
         Returns:
-            The clients that began since the previous step. `more` holds the mean staleness of the updates, and the
-                simulated time in units of a typical client's work.
+            The numbers of clients that began since the previous step. `more` has the mean staleness of the updates, and
+                the simulated time in units of a typical client's work.
         """
         staleness: list[int] = []
         came = dropped = 0
@@ -308,7 +308,7 @@ class Flights:
             else:
                 dropped += 1
             self._launch()
-        self._train(round)  # train these before the weights change
+        self._train(round)  # train these clients before the weights change
         begun, self._begun = self._begun, 0
         mean = float(np.mean(staleness)) if staleness else 0.0
         return Turnout(begun, came, dropped, more={"staleness": mean, "clock": self._clock})
@@ -348,7 +348,7 @@ class Flights:
         self._begun += 1
 
     def _train(self, round: int) -> None:
-        """Train the clients that have begun without being trained, on the newest weights."""
+        """Train the clients that have begun but not trained yet, on the newest weights."""
         waiting = {flight.client: flight for flight in self._heap if flight.cohort is None and flight.answers}
         for cohort in self.trainer.train(self.server.task(round), list(waiting)):
             for place, client in enumerate(cohort.clients):
@@ -407,7 +407,7 @@ class Trainer:
             yield Cohort.of(update)
 
     def _sent(self, task: Task, cohort: Cohort) -> Cohort:
-        """Return a cohort as the server receives it: poisoned, and encoded."""
+        """Return a cohort as the server receives it, after poisoning and encoding."""
         poisoners = self.behaviour.poisons[np.asarray(cohort.clients, np.int64)]
         if poisoners.any():
             cohort.deltas[torch.from_numpy(poisoners)] *= POISON

@@ -40,7 +40,7 @@ def command(
 ) -> None:
     """Serve modules, objects and functions to other processes.
 
-    Clients can call only what is listed here. Between hosts, both ends prove that they have the run's key. A Unix
+    Clients can call only what this command names. Between hosts, both ends prove that they have the run's key. A Unix
     socket is private to this user. Ctrl-C or SIGTERM ends the service.
     """
     import threading

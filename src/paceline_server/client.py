@@ -1,7 +1,7 @@
 """Client that calls functions of a service in another process.
 
 The thread that waits for an answer reads the connection itself, so that no other thread has to wake up first. If
-several threads wait, one of them reads for all, and another thread takes over when it has its own answer.
+several threads wait, one thread reads for all, and another thread takes over once the first thread has its answer.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ from paceline_server.talk import (
 )
 from paceline_server.values import pack, unpack
 
-ANSWER_BYTES = 2**34  # limit for the tensors in one answer
-STREAM_AHEAD = 8  # results of a stream that may be in flight
+ANSWER_BYTES = 2**34  # limit for the bytes of the tensors in one answer
+STREAM_AHEAD = 8  # maximum number of results of a stream in flight
 
 
 def place_of(where: tuple[str, int] | str | Path | Any) -> Any:
@@ -53,20 +53,20 @@ def place_of(where: tuple[str, int] | str | Path | Any) -> Any:
 
 
 class Client(Closing):
-    """Connection to a service in another process, to call its functions from any thread.
+    """Connection to a service in another process, whose functions any thread can call.
 
     If the connection is lost, the pending calls and all later calls fail, and `lost` is True.
 
     Args:
-        where: address and port of the service, for TLS with the run's key, or its Unix socket, without TLS.
+        where: address and port of the service (TLS with the run's key), or path of its Unix socket (no TLS).
         name: name of this client in messages.
-        identity: identity by which the service recognises this client on a new connection; random by default.
+        identity: identity with which the service recognises this client on a new connection; random by default.
         deadline_s: default deadline of a call, and deadline for connecting.
 
     Attributes:
         talk: the exchange of messages with the service.
         error: the error that ended the connection, or None.
-        service: identity of the service. If it has changed, this client's state in the service is lost.
+        service: identity of the service. A changed identity means that the state of this client in the service is lost.
         known: True if the service knew this client from an earlier connection.
 
     Raises:
@@ -94,7 +94,7 @@ class Client(Closing):
         connection = connect(where, key, FromService, deadline_s=deadline_s, limits=limits)
         try:
             left_s = max(0.05, until - time.monotonic())
-            # a service that refuses more clients sends the reason first, and may already have closed the connection
+            # a service that refuses further clients first sends the reason, and may already have closed the connection
             answer = connection.take()
             if answer is None:
                 connection.send(Hello(VERSION, name, self.identity), left_s)
@@ -134,7 +134,7 @@ class Client(Closing):
         """Send a call without waiting for the answer. Raises the same errors as `call`.
 
         Args:
-            lane: the service runs the calls of one lane one at a time, in the order in which they were sent.
+            lane: name of a sequence of calls, which the service runs one at a time, in the order sent.
         """
         deadline_s = self.deadline_s if deadline_s is None else deadline_s
         return self._begin(function, args, deadline_s, stream=False, lane=lane)
@@ -170,15 +170,15 @@ class Client(Closing):
         self._fail(ChannelError("remote.client_closed", "the client of {peer} was closed", peer=self.peer))
 
     def drop(self, pending: Pending) -> bool:
-        """Stop expecting messages on a call; return False if none were expected."""
+        """Stop expecting messages of a call; return False if no message was expected."""
         with self._changed:
             self._changed.notify_all()
             return self._pending.pop(pending.number, None) is not None
 
     def wait(self, condition: Callable[[], bool], until: float) -> bool:
-        """Read messages, or let another thread read, until a condition holds.
+        """Read messages, or let another thread read, until a condition is true.
 
-        Return False at the deadline.
+        Returns False if the deadline passes first.
         """
         with self._changed:
             while not condition() and self._is_read:
@@ -238,7 +238,7 @@ class Client(Closing):
         return pending
 
     def _expect(self, pending: Pending, until: float) -> None:
-        """Expect messages on a call, as soon as the service accepts another call."""
+        """Wait until the service accepts another call, and expect messages of this call."""
         while True:
             with self._changed:
                 if self.error is not None:
@@ -251,7 +251,7 @@ class Client(Closing):
             if not self.wait(lambda: len(self._pending) < self._calls_at_once or self.error is not None, until):
                 raise DeadlineError(
                     "remote.too_many_calls",
-                    "{function}: {peer} has not answered any of {limit} calls, and accepts no more at once",
+                    "{function}: {peer} has answered none of {limit} pending calls, and accepts no further calls",
                     function=pending.function,
                     peer=self.peer,
                     limit=self._calls_at_once,
@@ -273,7 +273,7 @@ class Client(Closing):
             is_read, self._is_read = self._is_read, True
             self._changed.notify_all()
         self.talk.connection.end()
-        if not is_read:  # otherwise the reading thread does this
+        if not is_read:  # otherwise the reading thread takes the message
             self.talk.close()
 
     def _arrived(self, message: Any, block: memoryview | None) -> None:
@@ -286,7 +286,7 @@ class Client(Closing):
             )
         with self._changed:
             pending = self._pending.get(message.number)
-            if pending is not None:  # otherwise its deadline has passed
+            if pending is not None:  # otherwise the deadline of the call has passed
                 pending.arrived.append((message, block))
                 if not (pending.streams and isinstance(message, Answer)):
                     del self._pending[message.number]
@@ -320,7 +320,7 @@ class Pending:
         """Wait for the result and return it, once. Raises the same errors as `Client.call`.
 
         Args:
-            deadline_s: deadline from now on; by default the deadline of the call.
+            deadline_s: deadline, counted from now; by default the deadline of the call.
         """
         if deadline_s is not None:
             self._deadline_s, self._until = deadline_s, time.monotonic() + deadline_s
@@ -328,7 +328,7 @@ class Pending:
         return unpack(message.value, block)
 
     def next(self, deadline_s: float) -> tuple[Any, memoryview | None]:
-        """Return the next message on this call: an Answer or an End.
+        """Return the next message of this call: an Answer or an End.
 
         Raises the same errors as `Client.call`.
         """
@@ -336,13 +336,13 @@ class Pending:
         return self._arrival(time.monotonic() + deadline_s)
 
     def forget(self) -> None:
-        """Cancel the call at the service, unless it has fully answered."""
+        """Cancel the call at the service, unless the service has fully answered."""
         if self._client.drop(self):
             with suppress(ChannelError):
                 self._client.talk.connection.post(Forget(self.number, []))
 
     def _is_settled(self) -> bool:
-        """True if a message has arrived, or none can arrive any more."""
+        """Return True if a message has arrived, or no message can arrive any more."""
         return bool(self.arrived) or self._client.error is not None
 
     def _arrival(self, until: float) -> tuple[Any, memoryview | None]:

@@ -1,7 +1,7 @@
 """Service that provides named functions to clients of the run.
 
 One thread per client reads the client's calls, and passes them to a thread pool. If a function is marked `quick`, or is
-`at_once` and need not wait, the reading thread calls it directly, so that no other thread has to wake up.
+marked `at_once` and need not wait, the reading thread calls it directly, so that no other thread has to wake up.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ from paceline_server.talk import (
 )
 from paceline_server.values import pack, unpack
 
-_MOST_NAME = 200  # characters
+_MOST_NAME = 200  # maximum number of characters
 _MOST_TRACEBACK = 2**16
-_MOST_REFUSED = 512  # refused connections that wait until their client has read the reason
+_MOST_REFUSED = 512  # maximum number of refused connections that wait until their client has read the reason
 _END_S = 5.0  # time for threads to end when a service is closed
 _QUIET_S = 3600.0  # longest single wait for a message; a client may stay silent for longer
 
@@ -57,10 +57,10 @@ class Limits(NamedTuple):
     """Limits for clients.
 
     Attributes:
-        message_bytes: size of a call without its large tensors.
-        attached_bytes: size of the large tensors in a client's pending calls. Beyond it, the client must wait.
-        calls_at_once: number of pending calls of one client. Beyond it, the client must wait.
-        callers: number of connected clients. Further clients are refused.
+        message_bytes: maximum size of a call without its large tensors.
+        attached_bytes: maximum size of the large tensors in a client's pending calls. Beyond it, the client must wait.
+        calls_at_once: maximum number of pending calls of one client. Beyond it, the client must wait.
+        callers: maximum number of connected clients. Further clients are refused.
     """
 
     message_bytes: int = 2**22
@@ -74,8 +74,8 @@ class Caller:
     """A connected client.
 
     Attributes:
-        name: the client's name for itself.
-        identity: random identity that the client keeps when it reconnects.
+        name: the name that the client chose for itself.
+        identity: random identity that stays the same when the client reconnects.
         peer: the client's address, for messages.
     """
 
@@ -85,17 +85,17 @@ class Caller:
 
 
 class Service(Closing):
-    """Server of named functions for clients of the run, in threads.
+    """Server that calls named functions for clients of the run in threads.
 
     A function is called as `function(caller, *args)`. Clients call generator functions by `Client.stream`. Calls run in
     a thread pool, unless they are marked `quick` or `at_once`.
 
     Args:
-        where: address and port, for TLS with the run's key; the path of a Unix socket to make in a private folder,
-            without TLS; or a listening socket.
+        where: address and port (TLS with the run's key), path of a new Unix socket in a private folder (no TLS), or a
+            listening socket.
         threads: number of threads of the pool. If all are busy, further calls wait.
         grace_s: time without a connection after which a client is lost.
-        on_lost: called once for each lost client, whose calls may still run.
+        on_lost: function that is called once for each lost client. Calls of the client may still run.
 
     Attributes:
         address: address of the service, for `Client`.
@@ -161,7 +161,7 @@ class Service(Closing):
         """Serve a connection in a new thread. The listener calls this."""
         if len(self._served) >= self.limits.callers:
             with suppress(ChannelError):
-                connection.post(Refused(f"it serves {len(self._served)} clients, which is as many as it may"))
+                connection.post(Refused(f"it already serves {len(self._served)} clients, which is the maximum"))
             self._refused.append(connection)
             if len(self._refused) > _MOST_REFUSED:
                 self._refused.popleft().close()
@@ -179,7 +179,7 @@ class Service(Closing):
             served = _Served(self, caller, connection)
             connection.send(Welcome(self.limits.attached_bytes, self.limits.calls_at_once, self._identity, known))
             served.run()
-        except ChannelError:  # the client gets a refusal, or notices the closed connection
+        except ChannelError:  # the client receives a refusal, or notices the closed connection
             pass
         finally:
             if served is not None:
@@ -209,7 +209,7 @@ class Service(Closing):
             )
         if problem is not None:
             connection.send(Refused(str(problem)))
-            connection.receive(HANDSHAKE_S)  # until the client has read the refusal and closes the connection
+            connection.receive(HANDSHAKE_S)  # waits until the client has read the refusal and closes the connection
             raise problem
         return Caller(hello.name, hello.identity, connection.peer)
 
@@ -219,7 +219,7 @@ class _Task:
 
     def __init__(self, call: Call, block: memoryview | None, function: Callable[..., Any]) -> None:
         self.call, self.block, self.function = call, block, function
-        self.arguments: list[Any] | None = None  # after unpacking
+        self.arguments: list[Any] | None = None  # set by unpacking
         self.nbytes = 0 if block is None else len(block)
         self.forgotten = False
         self.credits = threading.Semaphore(STREAM_AHEAD) if call.stream else None
@@ -232,7 +232,7 @@ class _Served:
         self._talk = Talk(connection, service.limits.attached_bytes)
         self._changed = threading.Condition()
         self._tasks: dict[int, _Task] = {}  # pending calls, except quick ones
-        self._attached = 0  # attached bytes of these calls
+        self._attached = 0  # attached bytes of the pending calls
         self._ended = False
 
     def run(self) -> None:
@@ -293,7 +293,7 @@ class _Served:
     def _admit(self, task: _Task) -> None:
         """Admit a call as soon as the limits allow it.
 
-        Meanwhile no message of the client is read, so the client waits.
+        Until then, no message of the client is read, so the client waits.
         """
         with self._changed:
             while not self._ended and self._tasks and not self._has_room(task):
@@ -321,7 +321,7 @@ class _Served:
                 self._changed.notify_all()
 
     def _run(self, task: _Task, *, is_trial: bool = False) -> bool:
-        """Call the function and send its result; return False if its trial must wait."""
+        """Call the function and send its result; return False if a trial must wait."""
         if task.forgotten or self._ended:
             return True
         call = task.call
@@ -335,10 +335,10 @@ class _Served:
             packed = pack(result)
             del result
             self._talk.send(Answer(call.number, [], packed.tree, None), packed)
-        except RemoteError as error:  # errors of values, or of a call that the function made
+        except RemoteError as error:  # a value cannot be sent, or a remote call in the function failed
             self._raised(call, error.kind and "RemoteError", str(error), error)
         except ChannelError as error:
-            if not self._talk.connection.lost:  # errors of the function, or an answer that is too long
+            if not self._talk.connection.lost:  # the function raised, or its answer is too long
                 self._raised(call, "ChannelError", str(error), error)
         except BaseException as error:  # noqa: BLE001 - whatever it is belongs to the caller
             self._raised(call, type(error).__qualname__, _text_of(error), error)
@@ -353,20 +353,22 @@ class _Served:
         return task.arguments
 
     def _tried(self, task: _Task) -> Any:
-        """Return the result of the function's trial, and free its arguments like `_called`."""
+        """Return the result of the function's trial, and free the arguments unless it must wait."""
         result = task.function.__dict__["remote_trial"](self.caller, *self._unpacked(task))
         if result is not LATER:
             task.arguments = None
         return result
 
     def _called(self, task: _Task) -> Any:
-        """Call the function, and free its arguments to return their memory with the answer."""
+        """Call the function, and free its arguments, whose memory is returned with the answer."""
         arguments = self._unpacked(task)
         task.arguments = None
         result = task.function(self.caller, *arguments)
         if inspect.isgenerator(result) and not task.call.stream:
             result.close()
-            raise RemoteError("remote.is_a_stream", "this function yields results one by one. Call it with `stream`.")
+            raise RemoteError(
+                "remote.is_a_stream", "this function yields results one by one. Call the function with `stream`."
+            )
         return result
 
     def _run_stream(self, task: _Task) -> None:
@@ -410,17 +412,17 @@ def _is_within_host(where: Where) -> bool:
 
 
 class Presence:
-    """Connected clients, and those without a connection for less than the grace time.
+    """Connected clients, and clients disconnected for less than the grace time.
 
     Args:
-        on_lost: called once for each client that was disconnected for longer, in a thread of this object.
+        on_lost: function that is called once for each client whose grace time is over, in a thread of this object.
     """
 
     def __init__(self, grace_s: float, on_lost: Callable[[Caller], object]) -> None:
         self._grace_s, self._on_lost = grace_s, on_lost
         self._changed = threading.Condition()
         self._here: dict[str, set[Caller]] = {}  # connections by client
-        self._away: dict[str, tuple[float, Caller]] = {}  # end of the grace time by client
+        self._away: dict[str, tuple[float, Caller]] = {}  # end of the grace time, by client
         self._closed = False
         self._thread: threading.Thread | None = None  # started when the first client disconnects
 
@@ -436,12 +438,12 @@ class Presence:
         """Register the end of a connection."""
         with self._changed:
             connections = self._here.get(caller.identity, set())
-            if caller in connections:  # otherwise the client was forgotten
+            if caller in connections:  # otherwise the client was already declared lost
                 connections.remove(caller)
                 self.expect(caller)
 
     def expect(self, caller: Caller) -> None:
-        """Declare a client lost after the grace time, unless it reconnects earlier."""
+        """Declare a client lost after the grace time, unless the client reconnects before."""
         with self._changed:
             if not self._here.setdefault(caller.identity, set()):
                 self._away[caller.identity] = (time.monotonic() + self._grace_s, caller)
@@ -451,7 +453,7 @@ class Presence:
                     self._thread.start()
 
     def forget(self, caller: Caller) -> None:
-        """Declare a client lost now."""
+        """Declare a client lost immediately."""
         with self._changed:
             self._away.pop(caller.identity, None)
             known = self._here.pop(caller.identity, None) is not None
@@ -459,7 +461,7 @@ class Presence:
             self._on_lost(caller)
 
     def close(self) -> None:
-        """Stop. No client is declared lost after this."""
+        """Stop. After this call, no client is declared lost."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -491,16 +493,17 @@ class Pool:
         self._most = threads
         self._threads: list[threading.Thread] = []
         self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._lanes: dict[Hashable, deque[Callable[[], None]]] = {}  # tasks that wait for the running task of the lane
+        self._lanes: dict[
+            Hashable, deque[Callable[[], None]]
+        ] = {}  # tasks that wait until the running task of their lane ends
         self._idle = threading.Semaphore(0)
         self._lock = threading.Lock()
 
     def put(self, task: Callable[[], None], lane: Hashable = None) -> None:
-        """Run a task in one of the threads. The task must not raise.
+        """Run a task in one of the threads. The task must not raise an error.
 
-        Tasks begin in the order in which they are added.
-
-        A task of a lane begins when the previous task of the lane has ended.
+        Tasks begin in the order in which they are added. A task of a lane begins only after the previous task of the
+        lane has ended.
         """
         if lane is not None:
             with self._lock:
@@ -529,7 +532,7 @@ class Pool:
                     del self._lanes[lane]
 
     def close(self, deadline_s: float) -> None:
-        """End the threads, with a time limit.
+        """End the threads within a time limit.
 
         A hanging thread does not stop the process from exiting.
         """

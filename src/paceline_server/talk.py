@@ -1,10 +1,10 @@
 """Messages of remote calls, and transfer of their tensors.
 
 A `Talk` sends and receives messages with values over one connection of the run's channel. Within a host, large tensors
-are in shared memory that both ends map; each end owns the memory of the tensors that it sends. The memory is a memfd,
-sealed against shrinking, so access to a tensor cannot fault. Its descriptor is sent over the Unix socket. Received
-tensors use this memory without a copy. When all tensors of a message are freed, the receiver reports this with its next
-message, and the sender reuses the memory.
+are in shared memory that both ends map; each end owns the memory of the tensors that it sends. The memory is a memfd
+that is sealed against shrinking, so access to a tensor cannot fault. The memfd's descriptor is sent over the Unix
+socket. Received tensors use this memory without a copy. When all tensors of a message are freed, the receiver reports
+this with its next message, and the sender reuses the memory.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from paceline.errors import ChannelError, DeadlineError
 from paceline.wire.connection import LIMIT_BYTES, Connection, FrameLimits
 from paceline_server.values import Packed
 
-SILENT_S = 20  # time until the connections of an unreachable host are lost
-_DESCRIPTORS = 4  # limit of received descriptors whose messages were not read yet
+SILENT_S = 20  # time until connections to an unreachable host count as lost
+_DESCRIPTORS = 4  # maximum number of received descriptors whose messages were not read yet
 
 
 def frame_limits(attached_bytes: int, message_bytes: int = LIMIT_BYTES, *, within_host: bool) -> FrameLimits:
@@ -45,7 +45,7 @@ class Closing:
     """Context manager that calls `close` at the end of its `with` block."""
 
     def close(self) -> None:
-        """Close it."""
+        """Close the object."""
 
     def __enter__(self) -> Self:
         return self
@@ -55,12 +55,12 @@ class Closing:
 
 
 class Talk:
-    """A connection with the shared memory of both ends.
+    """Connection with the shared memory of both ends.
 
     Any thread may send. Only one thread at a time may receive.
 
     Args:
-        limit_bytes: limit for the tensors attached to one received message.
+        limit_bytes: maximum bytes of the tensors attached to one received message.
     """
 
     def __init__(self, connection: Connection, limit_bytes: int) -> None:
@@ -80,11 +80,11 @@ class Talk:
         """Send a message and its attached memory, and wait until the kernel has them.
 
         Args:
-            meanwhile: called if the peer sends messages while it does not receive.
+            meanwhile: function that is called when the peer sends messages before it receives this message.
 
         Raises:
-            ChannelError: the message is too long, or the connection is or was lost.
-            DeadlineError: the peer does not receive.
+            ChannelError: the message is too long, or the connection is lost.
+            DeadlineError: the peer does not receive the message in time.
         """
         attached = self._place(message, packed)
         try:
@@ -111,7 +111,7 @@ class Talk:
                 meanwhile()
 
     def receive(self, deadline_s: float) -> tuple[Any, memoryview | None]:
-        """Return the next message and its attached memory. Raises as `Connection.receive`."""
+        """Return the next message and its attached memory. Raises the same errors as `Connection.receive`."""
         until = time.monotonic() + deadline_s
         found = self.take() if self.connection.holds_bytes else None
         while found is None:
@@ -126,7 +126,7 @@ class Talk:
         return found
 
     def take(self) -> tuple[Any, memoryview | None] | None:
-        """Return the next message and its attached memory, or None.
+        """Return the next message and its attached memory, or None if no message has arrived.
 
         Raises the same errors as `Connection.take`.
         """
@@ -145,18 +145,18 @@ class Talk:
         return None
 
     def close(self) -> None:
-        """Close the connection, and release both ends' memory. Tensors in it stay valid."""
+        """Close the connection, and release both ends' memory. Tensors in this memory stay valid."""
         self.connection.close()
         with self._lock:
             self._own, self._peers = None, PeersMemory()
 
     def _place(self, message: Any, packed: Packed | None) -> list[memoryview]:
-        """Place large tensors in shared memory, or return them to be sent by the socket."""
+        """Place large tensors in shared memory, or return them for sending over the socket."""
         placed = None
         if packed and self._own is not None and packed.nbytes >= SHARED_BYTES:
             with self._lock:
                 placed = self._own.place(packed.parts, packed.nbytes)
-        if placed and packed:  # they may use the peer's memory, which is now returned
+        if placed and packed:  # the tensors may use the peer's memory, which is returned below
             packed.parts.clear()
         if self._peers.has_ended:
             with self._lock:
@@ -169,7 +169,7 @@ class Talk:
         return []
 
     def _take_back(self, message: Any) -> None:
-        """Free the memory of an unsent message, and keep its list of returned memory."""
+        """Free the memory of an unsent message, and put back its list of returned memory."""
         with self._lock:
             if self._own is not None and getattr(message, "block", None) is not None:
                 self._own.returned([message.block.memory])
@@ -179,7 +179,9 @@ class Talk:
         descriptor = self.connection.take_descriptor()
         if attached is not None:
             os.close(descriptor)
-            raise ChannelError("shared.bytes_unexpected", "bytes came beside a message that announces none")
+            raise ChannelError(
+                "shared.bytes_unexpected", "a message arrived with attached bytes that it does not announce"
+            )
         with self._lock:
             self._peers.add(message.number, message.nbytes, descriptor)
 
@@ -187,7 +189,9 @@ class Talk:
         """Return a message's attached memory, and process the message's returned memory."""
         block = message.block if type(message) is Call or type(message) is Answer else None
         if block is None and attached is not None and not isinstance(message, Call | Answer):
-            raise ChannelError("shared.bytes_unexpected", "bytes came beside a message that announces none")
+            raise ChannelError(
+                "shared.bytes_unexpected", "a message arrived with attached bytes that it does not announce"
+            )
         if returned := getattr(message, "returned", None):
             with self._lock:
                 if self._own is None:
@@ -198,7 +202,7 @@ class Talk:
         if attached is not None or block.nbytes > self._limit_bytes:
             raise ChannelError(
                 "shared.bytes_impossible",
-                "{nbytes:,} bytes came beside a message, which is more than is possible",
+                "a message arrived with {nbytes:,} attached bytes, which is more than it can have",
                 nbytes=block.nbytes,
             )
         with self._lock:
@@ -209,7 +213,7 @@ VERSION = 3
 
 
 class Hello(msgspec.Struct, array_like=True, tag="hello"):
-    """First message of a client. Other versions may have more fields."""
+    """First message of a client. Other versions may have additional fields."""
 
     version: int
     name: str
@@ -220,9 +224,10 @@ class Welcome(msgspec.Struct, array_like=True, tag="welcome", forbid_unknown_fie
     """First message of a service.
 
     Attributes:
-        attached_bytes, calls_at_once: the service's limits.
-        service: random identity of this service.
-        known: the service knows this client from an earlier connection.
+        attached_bytes: limit of the service; see `Limits`.
+        calls_at_once: limit of the service; see `Limits`.
+        service: random identity of the service.
+        known: True if the service knows this client from an earlier connection.
     """
 
     attached_bytes: int
@@ -238,9 +243,9 @@ class Refused(msgspec.Struct, array_like=True, tag="refused", forbid_unknown_fie
 
 
 class SharedMemory(msgspec.Struct, array_like=True, tag="memory", forbid_unknown_fields=True):
-    """Memory that the receiver must map. The message carries its descriptor.
+    """Shared memory that the receiver must map. Its descriptor is sent with the message.
 
-    If the number referred to other memory, it refers to this memory from now on.
+    If `number` already refers to other memory, it refers to this memory from now on.
     """
 
     number: int
@@ -248,17 +253,17 @@ class SharedMemory(msgspec.Struct, array_like=True, tag="memory", forbid_unknown
 
 
 class Block(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
-    """The bytes of a message's large tensors, in shared memory."""
+    """Place of a message's large tensors in shared memory."""
 
     memory: int
     nbytes: int
 
 
 class _Numbered(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
-    """A message on one call.
+    """Message about one call.
 
     Attributes:
-        returned: shared memory of the receiver that the sender no longer uses.
+        returned: numbers of the receiver's shared memory that the sender no longer uses.
     """
 
     number: int
@@ -266,11 +271,11 @@ class _Numbered(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
 
 
 class Call(_Numbered, tag="call"):
-    """Call a function.
+    """Request to call a function.
 
     Attributes:
         stream: True to request the results one by one.
-        lane: calls of one client in one lane run one at a time, in order. Calls without a lane run at any time.
+        lane: name of a sequence of calls that run one at a time, in order. Calls without a lane run at any time.
     """
 
     function: str
@@ -281,7 +286,7 @@ class Call(_Numbered, tag="call"):
 
 
 class Forget(_Numbered, tag="forget"):
-    """Cancellation of a call. It need not begin, and its stream may end."""
+    """Cancellation of a call. The call need not begin, and a stream may end."""
 
 
 class More(_Numbered, tag="more"):
@@ -302,7 +307,7 @@ class End(_Numbered, tag="end"):
 
 
 class Raised(_Numbered, tag="raised"):
-    """Error of a call. If the call was refused, there is no `kind`."""
+    """Error of a call. If the call was refused, `kind` is empty."""
 
     kind: str
     text: str
@@ -315,28 +320,29 @@ FromService = Welcome | Refused | Answer | End | Raised | SharedMemory
 
 
 F = TypeVar("F", bound=Callable[..., Any])
-LATER = object()  # result of a trial that must wait
+LATER = object()  # result of a trial whose function must wait
 
 
 def quick(function: F) -> F:
-    """Run a function in the thread that reads its calls. The function must never wait."""
+    """Mark a function to run in the thread that reads its calls. It must never wait."""
     function.__dict__["remote_mark"] = "quick"
     return function
 
 
 def at_once(function: F, trial: Callable[..., Any]) -> F:
-    """Run a trial of a function in the thread that reads its calls.
+    """Mark a function whose `trial` runs in the thread that reads its calls.
 
-    If the trial must wait, it has no effect and returns `LATER`, and the function itself is called.
+    If the trial would have to wait, it returns `LATER` without any effect, and a thread of the pool calls the function
+    itself.
     """
     function.__dict__ |= {"remote_mark": "at once", "remote_trial": trial}
     return function
 
 
-SHARED_BYTES = 2**16  # minimum size of a message's large tensors together; smaller ones are sent by the socket
+SHARED_BYTES = 2**16  # minimum total size of a message's large tensors; below, they are sent over the socket
 MOST_BLOCKS = 32
 LEAST_BYTES = 2**20
-_MOST_BYTES = 2**33  # limit for all blocks of one end of a connection; only written pages take memory
+_MOST_BYTES = 2**33  # limit for the shared memory of one end of a connection; only written pages take memory
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
@@ -353,7 +359,7 @@ class Placed(NamedTuple):
 
 
 class OwnMemory:
-    """Memory of this end, which the other end reads. Use from one thread at a time."""
+    """Shared memory of this end, which the other end reads. Not thread-safe."""
 
     def __init__(self) -> None:
         self._segments: dict[int, Segment] = {}
@@ -363,11 +369,9 @@ class OwnMemory:
         return len(self._segments)
 
     def place(self, parts: Collection[memoryview], nbytes: int) -> Placed | None:
-        """Copy parts consecutively into free memory; None if there is none.
+        """Copy parts consecutively into free memory; return None if no memory is free.
 
-        The caller closes `descriptor`.
-
-        The memory stays in use until it is `returned`.
+        The caller closes `descriptor`. The memory stays in use until `returned` is called with its number.
         """
         fitting = [number for number in self._free if self._segments[number].size >= nbytes]
         descriptor = None
@@ -390,19 +394,19 @@ class OwnMemory:
         """Reclaim memory that the other end no longer uses.
 
         Raises:
-            ChannelError: the peer did not have some of this memory.
+            ChannelError: the peer returned memory that it did not use.
         """
         for number in numbers:
             if number not in self._segments or number in self._free:
                 raise ChannelError(
                     "shared.return_unknown",
-                    "the peer returned shared memory {number}, which it was never sent",
+                    "the peer returned shared memory {number}, which was never sent to it",
                     number=number,
                 )
             self._free.add(number)
 
     def _make(self, nbytes: int) -> tuple[int, int] | None:
-        """Allocate memory. At the limit, it replaces free memory that is too small."""
+        """Allocate memory. At the limit, free memory that is too small is replaced."""
         size = max(LEAST_BYTES, 1 << (nbytes - 1).bit_length())
         held = sum(segment.size for segment in self._segments.values())
         number = len(self._segments)
@@ -426,21 +430,20 @@ class OwnMemory:
 
 
 class PeersMemory:
-    """Memory of the other end, which this end reads.
-
-    `returned` holds the numbers of unused memory.
-    """
+    """Shared memory of the other end, which this end reads."""
 
     def __init__(self) -> None:
         self._segments: dict[int, Segment] = {}
         self._lent: set[int] = set()
-        self._ended: deque[int] = deque()  # any thread that frees the last tensor of a block adds to it
+        self._ended: deque[int] = (
+            deque()
+        )  # the thread that frees the last tensor of a block appends the number of the memory
 
     def add(self, number: int, nbytes: int, descriptor: int) -> None:
         """Map memory, and close its descriptor.
 
         Raises:
-            ChannelError: the memory is not of the form that a paceline peer sends.
+            ChannelError: the memory has a size, number or seal that a paceline peer never sends.
         """
         try:
             if not 0 <= number < MOST_BLOCKS or number in self._lent or not 0 < nbytes <= _MOST_BYTES:
@@ -472,10 +475,10 @@ class PeersMemory:
             os.close(descriptor)
 
     def block(self, number: int, nbytes: int) -> memoryview:
-        """Return the bytes of a message. Its memory is returned when it is no longer used.
+        """Return the bytes of a message. `returned` reports their memory once it is unused.
 
         Raises:
-            ChannelError: the memory does not exist, or its bytes are still in use here.
+            ChannelError: the memory does not exist, or this process still uses its bytes.
         """
         segment = self._segments.get(number)
         if segment is None or number in self._lent or not 0 < nbytes <= segment.size:
@@ -491,7 +494,7 @@ class PeersMemory:
 
     @property
     def has_ended(self) -> bool:
-        """True if `returned` is not empty."""
+        """Return True if some memory is no longer used here."""
         return bool(self._ended)
 
     def returned(self) -> list[int]:
@@ -503,13 +506,13 @@ class PeersMemory:
         return numbers
 
     def not_returned(self, numbers: list[int]) -> None:
-        """Put back numbers from `returned`, to be returned later."""
+        """Put back numbers from `returned`, which a later call returns again."""
         self._lent.update(numbers)
         self._ended.extend(numbers)
 
 
 class _Loan:
-    """Bytes of a segment for numpy, freed with the last array or tensor in them."""
+    """Bytes of a segment for numpy, freed with the last array that uses them."""
 
     def __init__(self, segment: Segment, nbytes: int, number: int, ended: deque[int]) -> None:
         self._segment, self._number, self._ended = segment, number, ended

@@ -1,6 +1,6 @@
 """Values in remote calls: numbers, text, containers, tensors and registered classes.
 
-`pack` converts a value to msgpack types and a list of attached memory, which holds the bytes of large tensors without a
+`pack` converts a value to msgpack types and a list of attached memory, which has the bytes of large tensors without a
 copy. `unpack` is strict: it refuses data that `pack` cannot produce, and only uses classes that this process has
 registered.
 """
@@ -23,13 +23,13 @@ from torch import Tensor
 from paceline.errors import RemoteError
 
 T = TypeVar("T")
-INLINE_BYTES = 2**14  # limit for an inline tensor or bytes; larger ones are attached to the message
-_MOST_INLINE = 2**20  # limit for all inline bytes
+INLINE_BYTES = 2**14  # maximum size of an inline tensor or bytes value; larger values are attached to the message
+_MOST_INLINE = 2**20  # maximum size of all inline values together
 _ALIGNMENT = 64  # alignment of an attached tensor, in bytes
 TUPLE, OBJECT, TENSOR, LARGE_TENSOR, LARGE_BYTES = range(1, 6)  # extension types of msgpack
 _PADDING = memoryview(bytes(_ALIGNMENT))
 _LENGTH = struct.Struct("<Q")
-_HEADER_BYTES = 8  # bytes of a tensor's header, and of each dimension in it
+_HEADER_BYTES = 8  # bytes of a tensor's header, and of each dimension in the header
 _MOST_DEPTH = 100
 # Peers depend on this order: append only, with a new VERSION.
 _DTYPES = (
@@ -43,7 +43,7 @@ _DTYPE_NUMBERS = {dtype: number for number, dtype in enumerate(_DTYPES)}
 
 
 class _Kind(NamedTuple):
-    """A dataclass that may be sent, and its name in messages."""
+    """Dataclass that may be sent, with its name in messages."""
 
     name: str
     kind: type
@@ -55,12 +55,12 @@ _kinds_by_name: dict[str, _Kind] = {}
 
 
 def sendable(kind: type[T]) -> type[T]:
-    """Decorate a dataclass to allow this process to send and receive its instances.
+    """Register a dataclass, so that this process can send and receive its instances.
 
     Both ends must register the class.
     """
     if not dataclasses.is_dataclass(kind):
-        raise TypeError(f"{kind.__qualname__} is no dataclass")
+        raise TypeError(f"{kind.__qualname__} is not a dataclass")
     name = f"{kind.__module__}:{kind.__qualname__}"
     fields = [field.name for field in dataclasses.fields(kind) if field.init]
     _kinds[kind] = _kinds_by_name[name] = _Kind(name, kind, fields)
@@ -68,7 +68,7 @@ def sendable(kind: type[T]) -> type[T]:
 
 
 class Packed(NamedTuple):
-    """A value in the form in which it is sent.
+    """Value in the form in which it is sent.
 
     Attributes:
         tree: the value in msgpack types.
@@ -81,7 +81,7 @@ class Packed(NamedTuple):
 
 
 def pack(value: Any) -> Packed:
-    """Convert a value for sending. Large tensors must not change until it is sent.
+    """Convert a value for sending. Large tensors must not change before the value is sent.
 
     Raises:
         RemoteError: the value contains a type that cannot be sent. The message lists the allowed types.
@@ -102,7 +102,7 @@ def unpack(tree: Any, block: memoryview | None) -> Any:
     if block is not None and unpacker.used < len(block):
         raise RemoteError(
             "remote.bytes_of_no_tensor",
-            "{bytes:,} bytes beside a message belong to none of its tensors",
+            "{bytes:,} bytes attached to a message belong to none of its tensors",
             bytes=len(block) - unpacker.used,
         )
     return value
@@ -206,7 +206,7 @@ def _bytes_of(tensor: Tensor) -> memoryview:
     if tensor.dtype in _OF_NUMPY and tensor.is_cpu and not tensor.requires_grad:
         try:
             array = tensor.numpy()
-        except (RuntimeError, TypeError):  # not dense, or a conjugated view
+        except (RuntimeError, TypeError):  # the tensor is not dense, or is a conjugated view
             return _bytes_of_any(tensor)
         return (array if array.flags.c_contiguous else array.copy("C")).reshape(-1).view(np.uint8).data
     return _bytes_of_any(tensor)
@@ -238,7 +238,7 @@ def header_of(dtype: torch.dtype, shape: tuple[int, ...]) -> bytes:
 
 @functools.lru_cache(maxsize=4096)
 def _read_header(header: bytes) -> tuple[torch.dtype, tuple[int, ...], int]:
-    """Decode dtype, shape, and number of values."""
+    """Decode the dtype, shape and number of values."""
     dimensions, number = header[:2]
     shape = struct.unpack_from(f"<{dimensions}Q", header, _HEADER_BYTES)
     count = math.prod(shape)
@@ -290,7 +290,7 @@ class _Unpacker:
         if not isinstance(plain, list) or len(plain) != len(fields):
             raise RemoteError(
                 "remote.fields_differ",
-                "a {class_name} has the fields {fields} here, but other fields on the peer",
+                "{class_name} has the fields {fields} in this process, but different fields on the peer",
                 class_name=kind.__qualname__,
                 fields=list(fields),
             )
@@ -324,12 +324,12 @@ class _Unpacker:
         return _tensor_of(self._block, dtype, shape, count, self._part(nbytes)[0])
 
     def _part(self, nbytes: int) -> tuple[int, int]:
-        """Return the next bytes of the block, which follow the order of the values."""
+        """Return the next bytes of the block, whose parts follow the order of the values."""
         begin = self.used
         if not 0 < nbytes <= self._nbytes - begin:
             raise RemoteError(
                 "remote.bytes_announced",
-                "the peer announced {used:,} of the {there:,} bytes beside its message",
+                "the peer attached {there:,} bytes to its message, but announced {used:,}",
                 used=nbytes,
                 there=self._nbytes - begin,
             )
@@ -376,7 +376,7 @@ def tensors_of(value: Any) -> list[Tensor]:
 
 
 def with_tensors(value: Any, tensors: list[Any]) -> Any:
-    """Copy a nested value with other tensors."""
+    """Copy a nested value, and replace its tensors in order."""
     remaining = iter(tensors)
     return mapped(lambda leaf: next(remaining) if isinstance(leaf, Tensor) else leaf, value)
 

@@ -1,6 +1,6 @@
 """A federated job as a Flower app: write it and run it.
 
-torch is imported only when a client trains or the server begins. Only the ClientApp and the ServerApp need Flower
+torch is imported only when a client trains or the server starts. Only the ClientApp and the ServerApp need Flower
 (`flwr`).
 """
 
@@ -32,10 +32,10 @@ if TYPE_CHECKING:
 def client_app(job: str | Path) -> Any:
     """Make a Flower ClientApp that trains and evaluates clients of a job.
 
-    A node's configuration gives its client number, `partition-id`. The client trains on its part of the job's data, or
-    on the file or folder `data` of the configuration. Weights are exchanged as "arrays", by the names of the model's
-    shared tensors, so every Flower strategy can be the server. With `federate.secure` in the job, clients send updates
-    only under the masks of SecAgg+.
+    The key `partition-id` of a node's configuration is its client number. The client trains on its part of the job's
+    data, or on the file or folder that the key `data` names. Weights are exchanged as "arrays" under the names of the
+    model's shared tensors, so every Flower strategy can be the server. If the job has `federate.secure`, clients send
+    only updates that SecAgg+ has masked.
 
     Args:
         job: file of the job.
@@ -68,10 +68,10 @@ def client_app(job: str | Path) -> Any:
 
 
 def server_app(job: str | Path) -> Any:
-    """Make a Flower ServerApp that trains a job by its own rule.
+    """Make a Flower ServerApp that trains a job with the job's own rule.
 
-    The record is written to the directory `run` of the app's configuration, or to a new directory under `runs`, with
-    the model in `final_model.safetensors`.
+    The record is written to the directory `run` of the app's configuration, or to a new directory under `runs`. The
+    final model is in `final_model.safetensors`.
 
     Args:
         job: file of the job.
@@ -141,7 +141,7 @@ run = {run}  # directory of the record on the SuperLink's host; a new one under 
 def write_app(job: Job, folder: Path, run: Path | None = None) -> list[str]:
     """Write the app into a new folder.
 
-    The result lists the files and code that the job refers to, which every host needs.
+    Returns the files and code to which the job refers, which every host needs.
 
     Args:
         run: directory of the record on the host of the SuperLink.
@@ -164,7 +164,7 @@ def write_app(job: Job, folder: Path, run: Path | None = None) -> list[str]:
         (folder / "pyproject.toml").write_text(project)
     except FileExistsError as error:
         raise RunError(
-            "federate.package_exists", "{package} exists already. Name another folder.", package=package
+            "federate.package_exists", "{package} already exists. Name another folder.", package=package
         ) from error
     except OSError as error:
         raise RunError(
@@ -175,12 +175,12 @@ def write_app(job: Job, folder: Path, run: Path | None = None) -> list[str]:
 
 @dataclass(frozen=True)
 class SuperLink:
-    """A connection to a SuperLink.
+    """Connection to a SuperLink.
 
     Attributes:
         name: name of the connection in Flower's own configuration, or an address and port.
-        root_certificates: file of the certificate authority for this address.
-        insecure: True to use no TLS at this address.
+        root_certificates: file with the certificate authority for this address.
+        insecure: True to connect to this address without TLS.
     """
 
     name: str
@@ -192,14 +192,14 @@ class SuperLink:
         """Return the connection's name for `flwr`, and the environment that defines it.
 
         Raises:
-            JobError: TLS is set for a named connection, whose settings are in Flower's configuration.
+            JobError: TLS options are given for a named connection, whose options belong in Flower's configuration.
         """
         environment = dict(os.environ)
         if ":" not in self.name:
             if self.root_certificates is not None or self.insecure:
                 raise JobError(
                     "federate.connection_unsecured",
-                    "{name} is a connection in Flower's configuration, so its security is set there",
+                    "{name} is a connection in Flower's configuration, so set its TLS options in that configuration",
                     name=self.name,
                 )
             yield self.name, environment
@@ -237,7 +237,7 @@ def run_app(folder: Path, superlink: SuperLink) -> None:
             if not answer.get("success"):
                 raise RunError(
                     "federate.flwr_failed",
-                    "flwr {command} {superlink}: {error}",
+                    "flwr {command} {superlink} failed: {error}",
                     command=words[0],
                     superlink=superlink.name,
                     error=answer.get("error-message", answer),

@@ -37,7 +37,7 @@ def clients_of(file: str) -> Clients:
 
 
 class Clients:
-    """Clients of a job that this process runs, one per message."""
+    """Clients of a job that this process runs, one client per message."""
 
     def __init__(self, job: Job) -> None:
         job.fetch()
@@ -49,7 +49,7 @@ class Clients:
         self._parts = cache(self._read_parts)
 
     def trained(self, content: RecordDict, context: Context) -> RecordDict:
-        """Train locally, and return the new weights and the number of samples."""
+        """Train a client locally, and return its new weights and its number of samples."""
         number, samples, _ = self._samples(context)
         task = self._task(content) if self.spec.secure is None else self._masked_task(content)
         state = ClientState(_tensors(context, _RULE), _tensors(context, _PERSONAL))
@@ -99,7 +99,7 @@ class Clients:
         if sent.keys() != self.training.rule.sends().keys():
             raise FederateError(
                 "federate.strategy_needed",
-                "federate.rule {rule} needs more than the weights from its server. Use "
+                "federate.rule {rule} needs more data from the server than the weights. Use "
                 "paceline_federated.flower.server.JobStrategy on the server.",
                 rule=self.spec.rule,
             )
@@ -118,14 +118,14 @@ class Clients:
         """Pack an update, the rule's tensors and the loss for masking by SecAgg+.
 
         Raises:
-            FederateError: the update exceeds the bounds of the sum.
+            FederateError: the update exceeds the bounds of the secure sum.
         """
         secure, privacy, delta = self.spec.secure, self.spec.privacy, update.delta
         assert secure is not None, "the job sums securely"
         if privacy is not None:
             delta = delta * min(1.0, privacy.clip / max(float(delta.norm()), 1e-30))
         weight, most = weight_of(self.spec, update.samples), most_weight(self.spec)
-        # the loss is always weighted by samples, unlike the update
+        # unlike the update, the loss is always weighted by samples
         share = 1.0 if _weighs(self.spec) else update.samples / secure.max_weight
         vector = [
             delta,
@@ -185,7 +185,7 @@ class Clients:
         return number, Selection(whole, mine[rest]), Selection(whole, mine[own])
 
     def _read_parts(self, data: str | None) -> tuple[Dataset[Any], Any]:
-        """Read samples and each client's rows; a client's own data has all rows."""
+        """Read samples and each client's row numbers; a client's own data set has all rows."""
         if data is not None:
             samples = own_samples(self.job, Path(data))
             return samples, [np.arange(len(samples))]  # type: ignore[arg-type]
@@ -195,7 +195,7 @@ class Clients:
 
 
 def weights_of(record: ArrayRecord, layout: Layout) -> Tensor:
-    """Read the shared tensors in a record as a flat tensor (n,).
+    """Read the shared tensors in a record as a flat tensor of shape (n,).
 
     Raises:
         FederateError: tensors are missing, have a wrong shape, or are not finite.
@@ -204,7 +204,7 @@ def weights_of(record: ArrayRecord, layout: Layout) -> Tensor:
     if missing := [name for name in layout.names if name not in tensors]:
         raise FederateError(
             "federate.weights_missing",
-            "the weights lack {missing}: they belong to another model",
+            "the weights do not contain {missing}, so they belong to another model",
             missing=list(missing[:5]),
         )
     for name, shape in zip(layout.names, layout.shapes, strict=True):
@@ -222,7 +222,7 @@ def weights_of(record: ArrayRecord, layout: Layout) -> Tensor:
 
 
 def must_fit(flat: Tensor, layout: Layout) -> None:
-    """Refuse flat weights of another model, or with NaN or Inf.
+    """Refuse flat weights that belong to another model or contain NaN or Inf.
 
     Raises:
         FederateError: the weights do not match the model, or are not finite.
@@ -230,7 +230,7 @@ def must_fit(flat: Tensor, layout: Layout) -> None:
     if flat.shape != (layout.numel,):
         raise FederateError(
             "federate.weights_count",
-            "{received} weights were received, but this model has {expected}",
+            "{received} weights were received, but this model has {expected} weights",
             received=flat.numel(),
             expected=layout.numel,
         )
@@ -239,7 +239,7 @@ def must_fit(flat: Tensor, layout: Layout) -> None:
 
 
 def weight_of(spec: FederateSpec, samples: int) -> int:
-    """Return a client's weight in a secure sum."""
+    """Return the weight of a client in a secure sum."""
     return samples if _weighs(spec) else 1
 
 
@@ -254,11 +254,11 @@ def _weighs(spec: FederateSpec) -> bool:
 
 
 def own_samples(job: Job, data: Path) -> Dataset[Any]:
-    """Load the samples of a client with its own data, all for training.
+    """Load the samples of a client with its own data. All are used for training.
 
     Args:
-        data: file or folder that replaces the job's `data.path`; it has arrays `x` and `y` if the job's data has no
-            path.
+        data: file or folder that replaces the job's `data.path`. If the job's data has no path, the file has arrays
+            `x` and `y`.
 
     Raises:
         DataError: there are no samples, or they cannot be read.

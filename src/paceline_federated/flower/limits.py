@@ -8,7 +8,7 @@ from __future__ import annotations
 from paceline.errors import JobError
 from paceline.job.job import Job
 
-FEWEST = 3  # smallest number of clients of a secure sum; with two, each would learn the other's update
+FEWEST = 3  # smallest number of clients of a secure sum; with two clients, each would learn the other's update
 
 
 def must_fit_flower(job: Job) -> int:

@@ -1,4 +1,4 @@
-"""Rule of a federated job as a Flower `Strategy`, with the record of a run."""
+"""Flower `Strategy` with the rule of a federated job, which records the run."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ from paceline_federated.server import Aggregator, Server
 
 MODEL = "final_model.safetensors"  # file of the final weights
 RUN = "run"  # key of the run's directory in the app's configuration
-_LOOK_S, _PATIENCE_S = 0.5, 600.0  # interval and limit of waiting for nodes
+_LOOK_S, _PATIENCE_S = 0.5, 600.0  # interval and limit of the wait for nodes
 _MISSING = (ErrorCode.MESSAGE_UNAVAILABLE, ErrorCode.REPLY_MESSAGE_UNAVAILABLE, ErrorCode.NODE_UNAVAILABLE)
 _log = logging.getLogger("flwr")
 
@@ -84,8 +84,8 @@ class JobStrategy(Strategy):
     """Flower strategy of a job's federated rule, with the server of simulations.
 
     The nodes run `paceline_federated.flower.client`. Clients are chosen, weighted, clipped and refused as in a
-    simulation, and the resulting weights are equal up to rounding. Under `federate.secure`, `configure_train` sums the
-    updates by SecAgg+ itself, and sends no other message.
+    simulation, and the resulting weights are equal except for rounding. With `federate.secure`, `configure_train`
+    itself sums the updates with SecAgg+, and sends no other message.
 
     Attributes:
         rounds: number of rounds of the job.
@@ -105,7 +105,7 @@ class JobStrategy(Strategy):
         self.server = Server(job, layout, layout.flatten(model), self.spec.clients, adds_noise=False)
         self._returned = returned_by(self.server.rule, layout)
         self._measure, self._held_out = Measure(self.training), self._own_data()
-        self._numbers: dict[int, int] = {}  # of clients, by Flower's node
+        self._numbers: dict[int, int] = {}  # numbers of clients, by Flower's node
         self._samples: dict[int, int] = {}  # of each client
         self._task: Task | None = None
         self._sum: Sum | None = None  # secure sum of the current round, if the job uses one
@@ -127,8 +127,8 @@ class JobStrategy(Strategy):
         """Choose among the available clients, and return their tasks."""
         self._meet(grid, self.spec.clients if server_round == 1 else self.spec.least)
         if self.spec.privacy is not None:
-            self.server.weights = weights_of(arrays, self.training.layout)  # with Flower's noise
-            np.random.seed()  # the noise must not be predictable from the job's seed
+            self.server.weights = weights_of(arrays, self.training.layout)  # with Flower's differential privacy
+            np.random.seed()  # the job's seed must not predict the noise
         there = {number: node for node, number in self._numbers.items() if self._samples[number]}
         chosen = self.server.choose(server_round, np.array(sorted(there)))
         task = self._task = self.server.task(server_round)
@@ -146,7 +146,7 @@ class JobStrategy(Strategy):
         return [Message(content, dst_node_id=there[number], message_type=MessageType.TRAIN) for number in chosen]
 
     def usable(self, replies: Iterable[Message]) -> list[Message]:
-        """Return the replies with a valid update; refuse the others with a reason."""
+        """Return the replies with a valid update; refuse other replies with a reason."""
         found = []
         for reply in replies:
             if _is_missing(reply):
@@ -166,7 +166,7 @@ class JobStrategy(Strategy):
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        """Step on the valid updates, and write the round's line.
+        """Take a step with the valid updates, and record the round.
 
         Raises:
             JobError: too many rounds in a row had too few valid updates.
@@ -185,7 +185,7 @@ class JobStrategy(Strategy):
             _log.warning("\t> the update of client %s is refused: %s", number, why)
         missing = self._chosen - self._answered
         turnout = Turnout(self._chosen, self._answered, missing)
-        clipped = None if self.spec.privacy is None else self._clipped  # Flower clips updates before they arrive here
+        clipped = None if self.spec.privacy is None else self._clipped  # Flower has already clipped these updates
         aggregate = self.record.round(
             server, server_round, aggregator, turnout, began_s=self._round_began_s, clipped=clipped
         )
@@ -198,7 +198,7 @@ class JobStrategy(Strategy):
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """Evaluate all clients with held-out samples, in rounds with evaluation."""
+        """Return the evaluation tasks of all clients with held-out samples, in rounds with evaluation."""
         if not self.spec.held_out or not self._measures(server_round):
             return []
         content = RecordDict({ARRAYS: arrays, CONFIG: ConfigRecord({**config, ROUND: server_round})})
@@ -206,10 +206,10 @@ class JobStrategy(Strategy):
         return [Message(content, dst_node_id=node, message_type=MessageType.EVALUATE) for node in nodes]
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
-        """Average each metric over clients by samples, and report the first metric's range.
+        """Average each metric over clients, weighted by samples, and report the first metric's range.
 
         For metrics such as F1 or perplexity, this mean differs from the metric of all samples together. The names of
-        the results show that they are means.
+        the results therefore contain "mean over clients".
         """
         found = [dict(reply.content[METRICS]) for reply in replies if not reply.has_error()]
         if not found:
@@ -228,7 +228,7 @@ class JobStrategy(Strategy):
     def measured(self, server_round: int, arrays: ArrayRecord) -> MetricRecord | None:
         """Compute the job's metrics on the server's validation set.
 
-        None if there is no validation set, or no evaluation in this round.
+        Returns None if there is no validation set, or this round has no evaluation.
         """
         if self._held_out is None or not self._measures(server_round):
             return None
@@ -286,7 +286,7 @@ class JobStrategy(Strategy):
         return ArrayRecord({name: tensor.contiguous() for name, tensor in named.items()})
 
     def _update(self, number: int, reply: Message) -> Update:
-        """Validate and read a client's update, which is untrusted.
+        """Validate and read the update of a client, which is untrusted.
 
         Raises:
             FederateError: the reply is not a valid update.
@@ -303,7 +303,7 @@ class JobStrategy(Strategy):
         if not isinstance(samples, int) or not isinstance(steps, int) or not 0 < samples <= self._samples[number]:
             raise FederateError(
                 "federate.samples_differ",
-                "the client has {samples} samples now, but reported {before} before",
+                "the client now has {samples} samples, but previously reported {before}",
                 samples=samples,
                 before=self._samples[number],
             )
@@ -324,7 +324,7 @@ class JobStrategy(Strategy):
 
         Raises:
             DeadlineError: too few nodes connected in time.
-            FederateError: two nodes are the same client.
+            FederateError: two nodes have the same client number.
         """
         until = time.monotonic() + _PATIENCE_S
         while True:
@@ -346,7 +346,7 @@ class JobStrategy(Strategy):
             time.sleep(_LOOK_S)
 
     def _possible(self, least: int) -> int:
-        """Return the number of clients to wait for, without those known to have no samples."""
+        """Return the number of clients to wait for, without clients known to have no samples."""
         return max(1, min(least, self.spec.clients - sum(not count for count in self._samples.values())))
 
     def _ask(self, grid: Grid, nodes: set[int]) -> None:
@@ -390,8 +390,8 @@ class Sum:
         nodes: nodes of the chosen clients.
 
     Attributes:
-        nodes: nodes of the clients in the sum, once computed.
-        mean: weighted mean of the clients' vectors, or None if there is no sum.
+        nodes: nodes of the clients in the sum, once the sum is computed.
+        mean: weighted mean of the clients' vectors; None if there is no sum.
         weight: sum of the clients' weights.
     """
 
@@ -401,7 +401,7 @@ class Sum:
         self.weight = 0
 
     def make(self, workflow: SecAggPlusWorkflow, grid: Grid, context: Context) -> None:
-        """Make the clients train, and sum their masked updates."""
+        """Let the clients train, and sum their masked updates."""
         state = RecordDict({MAIN_CONFIGS_RECORD: ConfigRecord({Key.CURRENT_ROUND: self._task.round})})
         state[MAIN_PARAMS_RECORD] = ArrayRecord()
         whole = Context(context.run_id, context.node_id, context.node_config, state, context.run_config)
@@ -411,7 +411,7 @@ class Sum:
         workflow(grid, LegacyContext(whole, strategy=ends, client_manager=ends))
 
     def num_available(self) -> int:
-        """Return the number of nodes, for Flower's log."""
+        """Return the number of nodes; Flower logs this number."""
         return len(self._proxies)
 
     def configure_fit(self, *_: object) -> list[tuple[Any, FitIns]]:
@@ -431,7 +431,7 @@ class Sum:
 
 
 class _Private(DifferentialPrivacyServerSideFixedClipping):
-    """Flower's differential privacy that tolerates invalid updates."""
+    """Wrapper of Flower's differential privacy that tolerates invalid updates."""
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
@@ -443,14 +443,14 @@ class _Private(DifferentialPrivacyServerSideFixedClipping):
 
 
 def _is_missing(reply: Message) -> bool:
-    """True if a reply is Flower's report that a node did not answer."""
+    """Return True if a reply is Flower's report that a node did not answer."""
     return reply.has_error() and reply.error.code in _MISSING
 
 
 def private(strategy: JobStrategy) -> Strategy:
     """Wrap a strategy in Flower's differential privacy.
 
-    If single updates are hidden, clients clip their own updates.
+    If individual updates are hidden, the clients clip their own updates.
     """
     privacy, chosen = strategy.spec.privacy, strategy.server.per_round
     assert privacy is not None, "the job is private"

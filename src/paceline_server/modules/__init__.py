@@ -1,5 +1,5 @@
 """Modules, objects and optimizers that live in another process, and autograd through them.
 
 Read `module` (a remote module from the user's view, with autograd over the wire), then `serve` and `served_module` (the
-serving process). `held` contains the objects that the serving process keeps for its clients.
+serving process). `held` has the objects that the serving process keeps for its clients.
 """

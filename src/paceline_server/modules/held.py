@@ -12,12 +12,12 @@ from typing import Any
 from paceline.errors import RemoteError
 
 MOST_OBJECTS = 2**16
-MOST_ANSWERS = 4096  # answers kept in one lane
+MOST_ANSWERS = 4096  # maximum number of answers kept in one lane
 
 
 @dataclass(eq=False)
 class HeldObject:
-    """An object, its origin, and the number of references of each client."""
+    """Object with its origin, and the number of references of each client."""
 
     what: Any
     recipe: str
@@ -26,7 +26,7 @@ class HeldObject:
 
 
 class HeldObjects:
-    """Objects by number. An object is deleted when no client holds it any more."""
+    """Objects by number. An object is deleted when no client has a reference to it any more."""
 
     def __init__(self) -> None:
         self._lock, self._naming = threading.Lock(), threading.Lock()
@@ -36,13 +36,13 @@ class HeldObjects:
         return len(self._objects)
 
     def make(self, client: str, recipe: str, name: str | None, make: Callable[[], Any]) -> str:
-        """Make an object for a client, or reuse the existing object of that name.
+        """Make an object for a client, or reuse the existing object of the same name.
 
         Returns:
             Number of the object.
 
         Raises:
-            RemoteError: another object has that name, or there are too many objects.
+            RemoteError: the name belongs to an object made differently, or there are too many objects.
         """
         if name is None:
             return self._add(client, HeldObject(make(), recipe, None))
@@ -73,7 +73,7 @@ class HeldObjects:
             if number not in self._objects:
                 raise RemoteError(
                     "remote.object_ended",
-                    "object {object} no longer exists: its last holder released it, or ended",
+                    "object {object} no longer exists: its last client released it, or has ended",
                     object=number,
                 )
             self._objects[number].holders[client] += 1
@@ -89,27 +89,27 @@ class HeldObjects:
             if held is None or client not in held.holders:
                 raise RemoteError(
                     "remote.object_not_held",
-                    "this client does not hold object {object}: it was released, or the client was disconnected "
-                    "for longer than the grace time",
+                    "this client does not hold object {object}: the object was released, or the client was "
+                    "disconnected for longer than the grace time",
                     object=number,
                 )
             return held.what
 
     def release(self, client: str, numbers: list[str]) -> None:
-        """Drop one reference of a client to each of these objects."""
+        """Remove one reference of a client to each of these objects."""
         with self._lock:
             for number in numbers:
                 if number in self._objects:
                     self._drop(client, number, 1)
 
     def leave(self, client: str) -> None:
-        """Drop all references of a client."""
+        """Remove all references of a client."""
         with self._lock:
             for number, held in list(self._objects.items()):
                 self._drop(client, number, held.holders[client])
 
     def all(self) -> list[Any]:
-        """Every object."""
+        """Return all objects."""
         with self._lock:
             return [held.what for held in self._objects.values()]
 
@@ -139,7 +139,7 @@ class Answers:
     """Answers to the calls of one lane, so that a repeated call runs only once.
 
     A client numbers the calls of a lane. After a lost connection, the client repeats the unanswered calls in order. The
-    service runs the calls of a lane one at a time, so only one thread uses this object.
+    service runs the calls of a lane one at a time, so only one thread at a time uses this object.
     """
 
     def __init__(self) -> None:
@@ -153,7 +153,7 @@ class Answers:
             floor: the client no longer needs answers to calls below this number.
 
         Raises:
-            RemoteError: the client has cancelled this call, or leaves too many answers unacknowledged.
+            RemoteError: the client has cancelled this call, or has not acknowledged too many answers.
         """
         for known in [known for known in self._kept if known < floor]:
             del self._kept[known]

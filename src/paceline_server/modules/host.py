@@ -44,7 +44,7 @@ def connect(
         where: address and port, `"address:port"`, or the path of a Unix socket.
         key: key of the run; by default the key in the file PACELINE_KEY_FILE.
         deadline_s: default deadline of each call.
-        client: name of this process in error messages of other processes.
+        client: name of this process for error messages in other processes.
 
     Raises:
         ChannelError: no process with this key answers at the address.
@@ -82,7 +82,7 @@ def host_of(name: str | Host) -> Host:
 
 @dataclass(eq=False)
 class _Sent:
-    """A call without an answer so far."""
+    """Call without an answer so far."""
 
     function: str
     lane: str
@@ -92,24 +92,24 @@ class _Sent:
     what: str  # description for errors
     pending: Pending | None = None
     dropped: bool = False  # the answer is no longer needed
-    connection: int = 0  # number of the host's connection on which it was last sent
+    connection: int = 0  # number of the host's connection over which the call was last sent
 
 
 _Release = tuple[str, str, tuple[Any, ...]]  # function, lane, and leading arguments
 
 
 class Answer:
-    """Future result of a call."""
+    """Result of a call, which may not have arrived yet."""
 
     def __init__(self, host: Host, sent: _Sent) -> None:
         self._host = host
         self._sent: _Sent | None = sent
 
     def result(self) -> Any:
-        """Wait for the result. It can be retrieved once.
+        """Wait for the result, and return it. This is possible only once.
 
         Raises:
-            RemoteError: the function raised an error there.
+            RemoteError: the remote function raised an error.
             DeadlineError: the call was not answered in time. The function may still be running.
             ChannelError: the connection was lost and could not be restored.
         """
@@ -117,7 +117,7 @@ class Answer:
         if sent is None:
             raise PacelineError(
                 "remote.result_taken",
-                "{host}: the result of a call can be read only once, and was already read",
+                "{host}: the result of this call was already read, and can be read only once",
                 host=self._host.name,
             )
         return self._host.wait(sent)
@@ -130,10 +130,10 @@ class Answer:
 class Host(Closing):
     """Connection to a serving process, as a context manager.
 
-    Closing the connection releases the objects that this process holds there.
+    Closing the connection releases the objects that this process holds in the serving process.
 
-    If the connection is lost, a new one is made, and unanswered calls are sent again. The serving process runs each
-    call once.
+    If the connection is lost, a new connection is made, and unanswered calls are sent again. The serving process runs
+    each call once.
     """
 
     def __init__(
@@ -158,7 +158,7 @@ class Host(Closing):
         return self.begin(function, lane, *args, what=what, deadline_s=deadline_s).result()
 
     def begin(self, function: str, lane: str, *args: Any, what: str = "", deadline_s: float | None = None) -> Answer:
-        """Send a call, which `what` names in errors.
+        """Send a call. `what` is the name of the call in errors.
 
         Calls of one lane run in the order sent.
         """
@@ -169,14 +169,16 @@ class Host(Closing):
             try:
                 self._send(sent)
             except BaseException as error:
-                if not isinstance(error, ChannelError) or not self._client.lost:  # else the waiting thread resends
+                if (
+                    not isinstance(error, ChannelError) or not self._client.lost
+                ):  # otherwise the waiting thread sends the call again
                     del self._sent[lane][sent.number]
                     raise
             self._numbers[lane] += 1
         return Answer(self, sent)
 
     def stream(self, path: str, number: str | None, args: Any, kwargs: Any) -> Any:
-        """Iterate over the results of a remote generator. Lost results are not repeated."""
+        """Iterate over the results of a remote generator. Lost results are not sent again."""
         self._must_be_open()
         return self._client.stream("stream", path, number, args, kwargs)
 
@@ -214,14 +216,14 @@ class Host(Closing):
             self._sent[sent.lane].pop(sent.number, None)
 
     def release(self, function: str, lane: str, first: tuple[Any, ...], what: Any) -> None:
-        """Queue a release of `what`, for finalizers.
+        """Queue a release of `what`. Finalizers may call this.
 
-        The remote call is `function(*first, [what, …])`.
+        The remote call is `function(*first, [what, …])`, with all values queued so far.
         """
-        self._released.put(((function, lane, first), what))  # does not take a lock
+        self._released.put(((function, lane, first), what))  # takes no lock
 
     def close(self) -> None:
-        """Close the connection, and release all objects that this process holds there."""
+        """Close the connection, and release all objects that this process holds in the serving process."""
         if _hosts.get(self.name) is self:
             del _hosts[self.name]
         if os.getpid() != self._process or self._closed:
@@ -239,7 +241,7 @@ class Host(Closing):
         if os.getpid() != self._process:
             raise PacelineError(
                 "remote.forked",
-                "{name}: a forked process has no connection. Call remote.connect in it.",
+                "{name}: a forked process cannot use its parent's connection. Call remote.connect in this process.",
                 name=self.name,
             )
         if self._error is not None:
@@ -268,7 +270,7 @@ class Host(Closing):
         return client
 
     def _reconnect(self, connection: int) -> None:
-        """Send the unanswered calls over a new connection, once for all threads."""
+        """Connect again, and send the unanswered calls, once for all threads."""
         with self._lock:
             if self._error is not None:
                 raise ChannelError("remote.host_failed", "{error}", error=self._error)
@@ -285,7 +287,7 @@ class Host(Closing):
                 raise self._error from error
             for lane in list(self._sent.values()):
                 for number in sorted(lane):
-                    with suppress(ChannelError):  # lost again; the waiting thread will notice
+                    with suppress(ChannelError):  # the connection is lost again, which the waiting thread will notice
                         self._send(lane[number])
 
     def _must_hold_what_it_held(self) -> None:
@@ -303,7 +305,7 @@ class Host(Closing):
             )
 
     def _release_all(self) -> None:
-        """Send queued releases in a separate thread, until None is queued."""
+        """Send queued releases until None is queued. Runs in a separate thread."""
         goes_on = True
         while goes_on:
             entries = [self._released.get()]
@@ -314,7 +316,7 @@ class Host(Closing):
             for call, what in filter(None, entries):
                 waiting[call].append(what)
             for (function, lane, first), released in waiting.items():
-                with suppress(PacelineError):  # the serving process releases them when this client has left
+                with suppress(PacelineError):  # the serving process releases the objects once this client has left
                     self.call(function, lane, *first, released)
 
 
@@ -325,14 +327,14 @@ Named = str | Callable[..., Any]  # an import path that the serving process allo
 
 
 class Reference:
-    """A reference to an object in another process.
+    """Reference to an object in another process.
 
-    The object is deleted when no reference is left. References end when they are released or deleted, or when their
-    process has been unreachable for longer than the serving process's grace time. If a reference is an argument of a
-    call to the same host, the call receives the object.
+    The object is deleted when no reference is left. A reference ends when it is released or deleted, or when its
+    process is unreachable for longer than the grace time of the serving process. If a reference is an argument of a
+    call to the same host, the function receives the object itself.
 
     Attributes:
-        token: pass it to `remote.attach` in another process to make another reference.
+        token: text with which `remote.attach` makes another reference in another process.
     """
 
     def __init__(self, host: Host, token: str, what: str) -> None:
@@ -344,7 +346,7 @@ class Reference:
         return self.begin(method, *args, **kwargs).result()
 
     def begin(self, method: str, /, *args: Any, **kwargs: Any) -> Answer:
-        """Send a method call. `result()` of the returned answer waits for it."""
+        """Send a method call. Call `result()` of the returned answer to wait for it."""
         given = sent_to(self.host, (args, kwargs))
         return self.host.begin("call", self.token, method, self.number, *given, what=f"{self.what}.{method}")
 
@@ -361,7 +363,7 @@ class Reference:
 
     @property
     def number(self) -> str:
-        """The object's number in the serving process.
+        """Number of the object in the serving process.
 
         Raises:
             PacelineError: the reference was released.
@@ -386,7 +388,7 @@ class Reference:
 
 
 class HasReference:
-    """A stand-in for an object in another process, such as a remote module."""
+    """Stand-in for an object in another process, such as a remote module."""
 
     reference: Reference
 
@@ -396,10 +398,10 @@ def create(host: str | Host, factory: Named, *args: Any, name: str | None = None
 
     Args:
         factory: a function or class that the serving process serves.
-        name: name under which clients share one object: the first client makes it, and the others get the same object.
+        name: name of a shared object. The first client makes the object, and other clients get the same object.
 
     Raises:
-        RemoteError: the factory is not served there, or raised an error.
+        RemoteError: the other process does not serve the factory, or the factory raised an error.
     """
     at = host_of(host)
     what = path_of(factory)
@@ -424,7 +426,7 @@ def call(host: str | Host, function: Named, *args: Any, **kwargs: Any) -> Any:
     Calls from several threads of this process run concurrently.
 
     Raises:
-        RemoteError: the function is not served there, or raised an error.
+        RemoteError: the other process does not serve the function, or the function raised an error.
     """
     at, what = host_of(host), path_of(function)
     return at.call("call", f"call {what}", what, None, *sent_to(at, (args, kwargs)), what=what)
@@ -434,7 +436,7 @@ def stream(host: str | Host, function: Named, *args: Any, **kwargs: Any) -> Iter
     """Iterate over the results of a generator function in another process.
 
     Raises:
-        RemoteError: the function is not served there, or raised an error.
+        RemoteError: the other process does not serve the function, or the function raised an error.
         ChannelError: the connection was lost. A stream is not restarted.
     """
     at = host_of(host)
@@ -443,7 +445,7 @@ def stream(host: str | Host, function: Named, *args: Any, **kwargs: Any) -> Iter
 
 
 def sent_to(host: Host, value: Any) -> Any:
-    """Replace objects of a host by their numbers in the arguments of a call.
+    """Replace references to objects of a host with the objects' numbers in call arguments.
 
     Raises:
         PacelineError: an object belongs to another host.

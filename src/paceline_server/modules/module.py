@@ -19,26 +19,26 @@ from paceline_server.modules.host import Answer, HasReference, Host, Named, Refe
 from paceline_server.modules.served_module import ForwardCall, HasAnchor
 from paceline_server.values import tensors_of, with_tensors
 
-_PIECE_BYTES = 2**26  # bytes of a state in one call
+_PIECE_BYTES = 2**26  # maximum bytes of module state in one call
 _STATE_TRIES = 5
-_graphs = itertools.count()  # of this process: their numbers
+_graphs = itertools.count()  # numbers for the forward passes of this process
 
 
 def module(
     host: str | Host, factory: Named, *args: Any, name: str | None = None, seed: int | None = None, **kwargs: Any
 ) -> RemoteModule:
-    """Make a module in another process by `factory(*args, **kwargs)`, and return its `nn.Module` here.
+    """Make a module in another process with `factory(*args, **kwargs)`, and return a local stand-in.
 
     Args:
         host: name of a connection (`remote.connect`).
         factory: a function or class that the serving process serves, or its import path.
-        name: name under which clients share one module: the first client makes it, and the others get the same module.
+        name: name of a shared module. The first client makes the module, and other clients get the same module.
         seed: seed for the initial weights (as after `torch.manual_seed(seed)`) and for the random numbers of forward
             passes, independent of other work in the serving process. Without a seed, the module uses the process's
             generator.
 
     Raises:
-        RemoteError: the factory is not served there, raised, or did not return a module.
+        RemoteError: the other process does not serve the factory, or the factory raised or returned no module.
     """
     at = host_of(host)
     what = path_of(factory)
@@ -51,7 +51,7 @@ class PendingOutput:
     """Output of a pending forward pass.
 
     Args:
-        anchor: stands for the module's parameters in autograd; None if no graph is needed.
+        anchor: tensor that represents the module's parameters in autograd; None if no graph is needed.
         inputs: the inputs that need a gradient.
     """
 
@@ -59,7 +59,7 @@ class PendingOutput:
         self._forward, self._anchor, self._inputs, self._device = forward, anchor, inputs, device
 
     def result(self) -> Any:
-        """Wait for the output, which is part of the autograd graph. Call this only once."""
+        """Wait for the output, which is attached to the autograd graph. Call this only once."""
         result, differentiable = self._forward.result()
         outputs = tensors_of(result)
         if self._anchor is not None and differentiable:
@@ -70,10 +70,10 @@ class PendingOutput:
 class RemoteModule(nn.Module, HasReference, HasAnchor):
     """Local stand-in for a module in another process.
 
-    Calls run in the other process, and autograd works through them. Gradients of the module's parameters stay in that
-    process, and `remote.optimizer` applies them. The module has no parameters in this process, so local optimizers and
-    data parallelism ignore it. Each call carries the mode (`train`, `eval`), autocast and `no_grad`. `state_dict` and
-    `load_state_dict` access the remote parameters and buffers.
+    Calls run in the other process, and autograd works through these calls. Gradients of the module's parameters stay in
+    that process, and `remote.optimizer` applies them. The module has no parameters in this process, so local optimizers
+    and data parallelism ignore it. Each call carries the mode (`train`, `eval`), autocast and `no_grad`. `state_dict`
+    and `load_state_dict` access the remote parameters and buffers.
     """
 
     def __init__(self, reference: Reference, training: bool, state: dict[str, tuple[list[int], int]]) -> None:
@@ -163,7 +163,7 @@ class RemoteModule(nn.Module, HasReference, HasAnchor):
         )
 
     def _pieces(self, names: Iterable[str]) -> list[list[str]]:
-        """Group names so that each group has limited bytes."""
+        """Divide names into groups, each with a limited number of bytes."""
         groups: list[list[str]] = []
         size = _PIECE_BYTES
         for name in names:
@@ -186,7 +186,7 @@ class RemoteModule(nn.Module, HasReference, HasAnchor):
         return self
 
     def requires_grad_(self, requires_grad: bool = True) -> Self:
-        """Raise, because only the serving process can change which parameters are trained."""
+        """Raise an error, because only the serving process can change which parameters are trained."""
         raise PacelineError(
             "remote.requires_grad",
             "{reference!r}: the factory in the other process decides which parameters are trained. To keep them "
@@ -218,11 +218,10 @@ _current: ContextVar[str] = ContextVar("context", default="")
 
 @contextmanager
 def context() -> Iterator[str]:
-    """Keep gradients of forward passes in this context separate, for this thread.
+    """Keep the gradients of this thread's forward passes in this context separate.
 
     A backward pass adds gradients to the context of its forward pass. `step` applies the gradients of the context in
-    which it is called. Outside of any context, all forward passes of a process share one default context, as with
-    `.grad`.
+    which it is called. Without a context, all forward passes of a process share one default context, as with `.grad`.
     """
     token = _current.set(secrets.token_hex(8))
     try:
@@ -243,9 +242,9 @@ def microbatches(step: Callable[[Any], T], batches: Iterable[Any], *, in_flight:
     """Run `step(batch)` for each microbatch, several at a time, and return the results.
 
     `step` runs the forward and backward pass of one microbatch. Each microbatch has its own thread, so stages on
-    several hosts work on different microbatches at the same time: a pipeline without a schedule. Gradients are summed
-    in order of arrival, so the rounding differs from run to run. The first error is raised after all microbatches in
-    progress have ended.
+    several hosts work on different microbatches at the same time, like a pipeline without a schedule. Gradients are
+    summed in order of arrival, so the rounding differs from run to run. The first error is raised after all
+    microbatches in progress have ended.
 
     Args:
         step: e.g. `lambda b: (loss(second(first(b.x)), b.y) / count).backward()`.
@@ -254,13 +253,13 @@ def microbatches(step: Callable[[Any], T], batches: Iterable[Any], *, in_flight:
     if in_flight < 1:
         raise PacelineError(
             "remote.in_flight_invalid",
-            "in_flight={in_flight}: at least one microbatch must be in flight",
+            "in_flight={in_flight} must be at least 1",
             in_flight=in_flight,
         )
     grad = torch.is_grad_enabled()
 
     def run(batch: Any) -> T:
-        with torch.set_grad_enabled(grad):  # autocast state belongs to threads
+        with torch.set_grad_enabled(grad):  # each thread has its own autocast state
             return step(batch)
 
     with ThreadPoolExecutor(in_flight, thread_name_prefix="paceline-microbatch") as pool:
@@ -272,9 +271,9 @@ def microbatches(step: Callable[[Any], T], batches: Iterable[Any], *, in_flight:
 
 
 class ForwardPass:
-    """A forward pass that was sent.
+    """Forward pass that was sent to the other process.
 
-    Its remote graph is freed when no backward pass through it is possible any more.
+    The remote graph is freed when no backward pass through it is possible any more.
     """
 
     def __init__(self, module: Reference, graph: int, answer: Answer) -> None:
@@ -282,13 +281,13 @@ class ForwardPass:
         self.kept = True
 
     def result(self) -> tuple[Any, list[int]]:
-        """Return the outputs, and the positions of the tensors that accept gradients."""
+        """Return the outputs, and the positions of the output tensors that accept gradients."""
         result, differentiable = self._answer.result()
         self.kept = bool(differentiable)
         return result, differentiable
 
     def begin_backward(self, gradients: list[Tensor | None], *, accumulate: bool, keep: bool) -> Answer:
-        """Send the gradients of the outputs; the answer has the gradients of the inputs."""
+        """Send the gradients of the outputs; the answer contains the gradients of the inputs."""
         self.kept = keep
         return self.module.ask("backward", self.graph, gradients, accumulate, keep, what="the backward pass")
 
@@ -322,16 +321,16 @@ class _Remote(torch.autograd.Function):
         keep = torch._C._autograd._get_current_graph_task_keep_graph()
         answer = forward.begin_backward(list(gradients), accumulate=_is_wanted(ctx.edge.node), keep=keep)
         inputs = ctx.needs_input_grad[4:]
-        if not inputs:  # other hosts compute meanwhile; the backward pass ends when all hosts have finished
+        if not inputs:  # other hosts compute at the same time, and the backward pass ends when all hosts have finished
             torch.autograd.Variable._execution_engine.queue_callback(answer.result)
             return None, None, None, None
         return None, None, None, None, *answer.result()
 
 
 def _is_wanted(node: Any) -> bool:
-    """True if this backward pass accumulates gradients in parameters.
+    """Return True if this backward pass accumulates gradients in parameters.
 
-    `loss.backward()` does, and `torch.autograd.grad` does not.
+    `loss.backward()` accumulates gradients, and `torch.autograd.grad` does not.
     """
     try:
         return torch._C._will_engine_execute_node(node)
@@ -347,7 +346,7 @@ def optimizer(
     name: str | None = None,
     **settings: Any,
 ) -> RemoteOptimizer:
-    """Make an optimizer of remote modules' parameters, with one part on each host.
+    """Make an optimizer for the parameters of remote modules, with one part on each host.
 
     Args:
         make: "sgd", "adam", "adamw", "adagrad", "rmsprop", "sparse_adam", or an import path that the hosts serve.
@@ -356,7 +355,7 @@ def optimizer(
         settings: settings of the optimizer, such as `lr`.
 
     Raises:
-        RemoteError: the optimizer is not served there, or raised an error.
+        RemoteError: a host does not serve the optimizer, or creating the optimizer raised an error.
         PacelineError: there are no modules, or `together` is greater than one without a `name`.
     """
     chosen = [modules] if isinstance(modules, RemoteModule) else list(modules)
@@ -382,7 +381,7 @@ class RemoteOptimizer:
     """Optimizer that steps parameters in the processes that hold them.
 
     `step` applies the gradients of this process in the current context. Each gradient is applied once, even if a
-    connection is lost meanwhile, and is dropped afterwards, as by `zero_grad`.
+    connection is lost in the meantime, and is then removed, as with `zero_grad`.
     """
 
     def __init__(self, parts: list[Reference]) -> None:
@@ -396,8 +395,8 @@ class RemoteOptimizer:
             deadline_s: deadline of the step. With `together`, the other clients must call `step` within this time.
 
         Raises:
-            RemoteError: the optimizer raised; or some of the clients that step together did not call `step`, in which
-                case the gradients are kept.
+            RemoteError: the optimizer raised; or not all clients that step together called `step` in time, and the
+                gradients are kept.
             DeadlineError: a host did not answer in time.
         """
         if not math.isfinite(scale):
@@ -413,7 +412,7 @@ class RemoteOptimizer:
             answer.result()
 
     def zero_grad(self) -> None:
-        """Drop the gradients of this context without a step."""
+        """Remove the gradients of this context without a step."""
         self._ask("zero_grad", current_context())
 
     def gradient_norm(self) -> float:
@@ -435,12 +434,12 @@ class RemoteOptimizer:
         """Restore what `state_dict` returned.
 
         Raises:
-            PacelineError: the state is for another number of hosts.
+            PacelineError: the state was saved with a different number of hosts.
         """
         if len(states) != len(self._parts):
             raise PacelineError(
                 "remote.state_of_other_hosts",
-                "the state belongs to modules on {saved} hosts, but the modules are on {here}",
+                "the state belongs to modules on {saved} hosts, but these modules are on {here} hosts",
                 saved=len(states),
                 here=len(self._parts),
             )
@@ -452,4 +451,4 @@ class RemoteOptimizer:
         return [answer.result() for answer in answers]
 
 
-_SLACK_S = 5.0  # extra time for the answer, after the remote deadline
+_SLACK_S = 5.0  # extra time for the answer after the remote deadline

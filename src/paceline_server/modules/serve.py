@@ -39,12 +39,12 @@ def serve(
 ) -> Serving:
     """Serve functions and classes to clients of the run from threads of this process.
 
-    Clients use these to make modules and objects, and to call functions. They cannot name anything else. An object
-    lives for as long as a client holds it.
+    Clients make modules and objects from these classes and call these functions; everything else is refused. An object
+    exists as long as a client holds a reference to it.
 
     Args:
-        what: import paths (`pkg.mod:name`, `file.py:name`), or functions and classes themselves. Clients refer to each
-            one by this path.
+        what: import paths (`pkg.mod:name`, `file.py:name`), or the functions and classes themselves. Clients refer to
+            each function or class by its import path.
         where: address and port (0 for any port), `"address:port"`, or the path of a Unix socket in a private folder.
         key: key of the run; by default the key passed to this process.
         threads: number of calls that may run concurrently.
@@ -71,7 +71,7 @@ class Serving(Closing):
 
     Args:
         allowed: functions and classes that clients may use, by import path.
-        threads: number of threads. One of them never runs steps that wait for other clients.
+        threads: number of threads. One thread never runs steps that wait for other clients.
         grace_s: seconds within which a client must reconnect after a lost connection.
 
     Attributes:
@@ -91,7 +91,7 @@ class Serving(Closing):
         self._held = HeldObjects()
         self._answers: dict[str, defaultdict[str, Answers]] = {}  # answers by client and lane
         self._lock = threading.Lock()
-        # functions with side effects run once, in the order of their lane
+        # functions with side effects run once per call, in the order of their lane
         once = (self.make, self.attach, self.release, self.call, self.optimizer, self.of)
         functions = {function.__name__: self._once(function) for function in once}
         functions |= {"leave": self.leave, "stream": self.stream}
@@ -114,7 +114,7 @@ class Serving(Closing):
         """End the service. Pending calls get an error."""
         self._service.close()
 
-    # Functions, by their names in calls
+    # Functions that clients call by name
 
     def leave(self, caller: Caller) -> None:
         """Forget a client at its own request."""
@@ -123,10 +123,10 @@ class Serving(Closing):
     def make(
         self, caller: Caller, path: str, args: Any, kwargs: Any, name: str | None, seed: int | None, module: bool
     ) -> Any:
-        """Make an object by the factory at the import path `path`.
+        """Make an object with the factory at the import path `path`.
 
         Returns:
-            The object's number. For a module, also its mode, and the shape and bytes of each entry of its state.
+            The number of the object. For a module, also its mode, and the shape and bytes of each entry of its state.
         """
         factory = self._named(path)
 
@@ -155,7 +155,7 @@ class Serving(Closing):
         return number, made_module.training, state
 
     def attach(self, caller: Caller, number: str) -> None:
-        """Give a client a reference to an object, whose number another client passed on."""
+        """Give a client a reference to the object with this number."""
         self._held.attach(caller.identity, number)
 
     def release(self, caller: Caller, numbers: list[str]) -> None:
@@ -163,12 +163,12 @@ class Serving(Closing):
         self._held.release(caller.identity, numbers)
 
     def call(self, caller: Caller, path: str, number: str | None, args: Any, kwargs: Any) -> Any:
-        """Call a function by its import path, or the public method `path` of an object."""
+        """Call the function with the import path `path`, or the object's public method `path`."""
         function = self._named(path) if number is None else self._method(caller, number, path)
         return self._sent(function(*self._received(caller, args), **self._received(caller, kwargs)))
 
     def stream(self, caller: Caller, path: str, number: str | None, args: Any, kwargs: Any) -> Iterator[Any]:
-        """Iterate over the results of a generator that `call` would call."""
+        """Call a generator function or method like `call`, and iterate over its results."""
         for result in self.call(caller, path, number, args, kwargs):
             yield self._sent(result)
 
@@ -257,7 +257,7 @@ class Serving(Closing):
         return what
 
     def _received(self, caller: Caller, value: Any) -> Any:
-        """Replace numbers in the arguments by their objects."""
+        """Replace numbers of objects in the arguments with the objects."""
 
         def found(leaf: Any) -> Any:
             if not isinstance(leaf, Held):

@@ -17,19 +17,19 @@ from paceline.errors import RemoteError
 from paceline_server.service import Caller
 from paceline_server.values import sendable, tensors_of, with_tensors
 
-MOST_GRAPHS = 4096  # limit of a client's forward passes without a backward pass so far
+MOST_GRAPHS = 4096  # maximum number of a client's forward passes that wait for their backward pass
 
 
 class HasAnchor:
-    """A module with remote parameters.
+    """Module with remote parameters.
 
-    Autograd reaches them through its anchor, a tensor that requires grad.
+    Autograd reaches these parameters through the module's anchor, a tensor that requires grad.
     """
 
     anchor: Tensor
 
 
-Context = tuple[str, str]  # client, and the client's name for one set of accumulated gradients
+Context = tuple[str, str]  # identity of a client, and its name for one set of accumulated gradients
 
 
 @sendable
@@ -37,7 +37,7 @@ Context = tuple[str, str]  # client, and the client's name for one set of accumu
 class ForwardCall:
     """Settings of one forward pass."""
 
-    graph: int  # number to which the backward pass refers
+    graph: int  # number by which the backward pass refers to this forward pass
     context: str
     training: bool
     gradients: bool
@@ -55,27 +55,27 @@ class _Graph:
 
 
 class ServedModule:
-    """A module with its graphs by client and number, and gradients by context.
+    """Module that a process serves, with its graphs and its gradients by context.
 
-    `torch.autograd.grad` computes gradients, which are summed per context and never in `.grad`, so the passes of
+    `torch.autograd.grad` computes gradients, which are summed per context and never in `.grad`. Therefore the passes of
     several clients do not mix. An optimizer step does not write to weights that a graph uses, but replaces the
     parameters (`make_writable`). A backward pass therefore uses the weights of its forward pass.
     """
 
-    CALLED: ClassVar = {"forward", "backward", "free", "state", "load"}  # by clients
+    CALLED: ClassVar = {"forward", "backward", "free", "state", "load"}  # functions for clients
 
     def __init__(self, module: nn.Module, seeds: torch.Generator | None) -> None:
         self.module, self._seeds = module, seeds
-        self.lock = threading.RLock()  # forward passes, steps, state
-        self._books = threading.Lock()  # for graphs and gradients; a hanging forward pass does not hold it
-        self.version = 0  # of parameters and buffers: steps and loads
+        self.lock = threading.RLock()  # held by forward passes, steps, and access to the state
+        self._books = threading.Lock()  # guards graphs and gradients; a hanging forward pass does not hold this lock
+        self.version = 0  # number of steps and loads that changed parameters or buffers
         self.optimizers: weakref.WeakSet[ServedOptimizer] = weakref.WeakSet()
         self._training = module.training
         self._graphs: dict[tuple[str, int], _Graph] = {}
         self._gradients: dict[Context, dict[str, Tensor]] = {}
 
     def forward(self, caller: Caller, how: ForwardCall, args: Any, kwargs: Any) -> tuple[Any, list[int]]:
-        """Return the outputs without graph, and the positions of those that accept gradients."""
+        """Return the detached outputs, and the positions of outputs that accept gradients."""
         given = tensors_of((args, kwargs))
         device = self._device()
         inputs = [tensor.to(device).requires_grad_(position in how.needs) for position, tensor in enumerate(given)]
@@ -93,22 +93,22 @@ class ServedModule:
     def backward(
         self, caller: Caller, number: int, gradients: list[Tensor | None], accumulate: bool, keep: bool
     ) -> list[Tensor | None]:
-        """Compute the gradients of the inputs that need one.
+        """Compute the gradients of the inputs that need gradients.
 
         Gradients of parameters are added to the graph's context.
 
         Args:
             number: number of the forward pass.
             gradients: gradients of all output tensors; None for a tensor without gradient.
-            accumulate: also compute the gradients of parameters.
+            accumulate: True to also compute the gradients of parameters.
             keep: True to keep the graph for another backward pass.
         """
         graph = self._graphs.get((caller.identity, number))
         if graph is None:
             raise RemoteError(
                 "remote.graph_freed",
-                "the graph of this forward pass has been freed: a backward pass without retain_graph ran through "
-                "it, or its client was disconnected for longer than the grace time",
+                "the graph of this forward pass has been freed: a backward pass without retain_graph used the "
+                "graph, or its client was disconnected for longer than the grace time",
             )
         trained = graph.parameters if accumulate else []
         anchors = graph.anchors if accumulate else []
@@ -156,9 +156,9 @@ class ServedModule:
             self._gradients = {context: sums for context, sums in self._gradients.items() if context[0] != client}
 
     def make_writable(self) -> None:
-        """Replace parameters that a graph may use by writable copies.
+        """Replace parameters that a graph may use with writable copies.
 
-        An embedding lookup saves its indices and not its table, so the table is not copied.
+        An embedding lookup saves its indices but not its table, so the table is not copied.
         """
         if not self._graphs:
             return
@@ -177,13 +177,13 @@ class ServedModule:
             optimizer.follow(new)
 
     def state(self, caller: Caller, names: list[str]) -> tuple[int, dict[str, Tensor]]:
-        """Return the version, and a copy of some entries of the module's state."""
+        """Return the module's version, and copies of some entries of its state."""
         with self.lock:
             state = self.module.state_dict()
             return self.version, {name: state[name].detach().cpu().clone() for name in names}
 
     def load(self, caller: Caller, state: Mapping[str, Tensor]) -> None:
-        """Load some entries of a state."""
+        """Load some entries of the module's state."""
         with self.lock:
             self.version += 1
             self.make_writable()
@@ -220,11 +220,11 @@ Gradients = list[dict[str, Tensor]]  # by module, then by parameter
 
 
 class ServedOptimizer:
-    """Optimizer over the parameters of served modules.
+    """Optimizer for the parameters of served modules.
 
     Args:
         make: a torch class, or any function that makes an optimizer of parameters.
-        together: number of clients whose gradients one step sums. Each client calls `step` once for it.
+        together: number of clients whose gradients are summed in one step. Each client calls `step` once per step.
     """
 
     CALLED: ClassVar = {"step", "set", "squared_norm", "zero_grad", "state", "load"}  # by clients
@@ -241,29 +241,29 @@ class ServedOptimizer:
         if not parameters:
             raise RemoteError(
                 "remote.no_parameters",
-                "these modules have no trainable parameters: requires_grad is False for all of them",
+                "these modules have no trainable parameters: requires_grad is False for all parameters",
             )
         self.optimizer = make(parameters, **settings)
         if not isinstance(self.optimizer, torch.optim.Optimizer):
             raise RemoteError(
                 "remote.not_an_optimizer",
-                "it creates a {class_name}, not a torch.optim.Optimizer",
+                "the optimizer factory returned a {class_name}, not a torch.optim.Optimizer",
                 class_name=type(self.optimizer).__name__,
             )
         for module in modules:
             module.optimizers.add(self)
         self._lock = threading.RLock()
         self._rounds = threading.Condition()
-        self._arrived: dict[str, tuple[str, Gradients, float]] = {}  # client -> name, gradients, scale
+        self._arrived: dict[str, tuple[str, Gradients, float]] = {}  # by client: name, gradients and scale
         self._round, self._problem = 0, ""
 
     def step(self, caller: Caller, context: str, scale: float, deadline_s: float) -> None:
-        """Apply the gradients of a context, times `scale`, once, and drop them.
+        """Apply the gradients of a context once, multiplied by `scale`, and remove them.
 
-        With `together`, apply the sum over that number of clients as soon as all have called this.
+        With `together`, apply the sum over `together` clients as soon as all of these clients have called `step`.
 
         Raises:
-            RemoteError: some clients did not call this in time. The gradients are back in their context.
+            RemoteError: some clients did not call `step` in time. The context keeps its gradients.
         """
         client = caller.identity
         key = (client, context)
@@ -287,7 +287,7 @@ class ServedOptimizer:
                 self._give_back(key, gradients)
                 raise RemoteError(
                     "remote.step_deadline",
-                    "{together} clients must step together, but only these arrived within {deadline_s:g} s: {here}",
+                    "{together} clients must step together, but within {deadline_s:g} s only these arrived: {here}",
                     together=self.together,
                     deadline_s=deadline_s,
                     here=here,
@@ -310,11 +310,11 @@ class ServedOptimizer:
                 group.update(settings)
 
     def squared_norm(self, caller: Caller, context: str) -> float:
-        """Return the sum of squares of a context's gradients of this optimizer's parameters."""
+        """Return the sum of squares of a context's gradients for this optimizer's parameters."""
         return sum(module.squared_norm((caller.identity, context)) for module in self.modules)
 
     def zero_grad(self, caller: Caller, context: str) -> None:
-        """Drop the gradients of a context."""
+        """Remove the gradients of a context."""
         for module in self.modules:
             module.take_gradients((caller.identity, context))
 
@@ -329,7 +329,7 @@ class ServedOptimizer:
             self.optimizer.load_state_dict(state)
 
     def follow(self, new: Mapping[nn.Parameter, nn.Parameter]) -> None:
-        """Replace old parameters by new ones, which take over their state."""
+        """Replace old parameters with new parameters, which take over the optimizer state."""
         for group in self.optimizer.param_groups:
             group["params"] = [new.get(parameter, parameter) for parameter in group["params"]]
         state = self.optimizer.state
@@ -349,7 +349,7 @@ class ServedOptimizer:
 
     def _apply(self, given: list[tuple[Gradients, float]]) -> None:
         with self._lock, ExitStack() as stack:
-            for module in sorted(self.modules, key=id):  # all optimizers lock in the same order
+            for module in sorted(self.modules, key=id):  # all optimizers take the locks in the same order
                 stack.enter_context(module.lock)
                 module.make_writable()
             for position, module in enumerate(self.modules):
@@ -378,10 +378,10 @@ _under_way = {"ordinary": 0, "alone": 0}  # forward passes of this process
 
 @contextmanager
 def drawing_from(seeds: torch.Generator | None) -> Iterator[None]:
-    """Draw from a module's own random stream, or from the process's if it has none.
+    """Draw random numbers from a module's own stream, if any, else from the process's.
 
     All threads of a process share torch's default generator. While a module draws from its own stream, no other forward
-    pass runs, so the stream depends on the module's own passes only.
+    pass runs, so the stream depends only on the passes of this module.
     """
     kind = "ordinary" if seeds is None else "alone"
     with _passes:

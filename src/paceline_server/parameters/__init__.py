@@ -1,7 +1,7 @@
-"""A parameter server: a process that owns parameters, and clients that come and go.
+"""Parameter server: processes that own parameters, and clients that join and leave.
 
 Read `log.py` (the replicated log of operations, which survives the loss of a server), then `machine.py` (the effect of
-each operation, without sockets), then `process.py` and `client.py` (the two ends).
+each operation, without sockets), then `process.py` (the server process) and `client.py` (the client).
 """
 
 from paceline_server.parameters.client import Pulled, Pushed, ServerClient

@@ -1,7 +1,8 @@
 """Client of a run's parameter servers: pull, push, take tickets, and sum.
 
-Each operation gets a number before it is sent, and keeps the number if it is sent again, even to another process of the
-server. The server therefore applies it once. `settings.slices_of` divides large tensors between the servers.
+Each operation gets a number before it is sent, and keeps this number if it is sent again, even to another process of
+the server. Therefore the server applies each operation once. `settings.slices_of` divides large tensors between the
+servers.
 """
 
 from __future__ import annotations
@@ -48,10 +49,10 @@ class Pushed(NamedTuple):
     """Result of a push.
 
     Attributes:
-        version: version of the first server's parameters after the push.
+        version: version of the parameters on the first server after the push.
         staleness: steps since the version that the push was computed with.
-        accepted: False if the ticket was meanwhile dealt to another client, so that nothing was applied.
-        next: the next ticket, if one was requested and available.
+        accepted: False if the ticket was dealt to another client in the meantime, so that nothing was applied.
+        next: the next ticket if the push requested it and a ticket was available, otherwise None.
     """
 
     version: int
@@ -61,22 +62,22 @@ class Pushed(NamedTuple):
 
 
 class Pulled(NamedTuple):
-    """Result of a pull: the first server's version, and the number of bytes received."""
+    """Result of a pull: version of the first server, and number of received bytes."""
 
     version: int
     nbytes: int
 
 
 class ServerClient(Closing):
-    """A client of all servers of a run. Only sums may run in several threads.
+    """Client of all servers of a run. Only sums may run in several threads.
 
     Args:
-        servers: the addresses of each server's processes, in any order. Each connection may add more addresses.
+        servers: addresses of each server's processes, in any order. Each connection may add further addresses.
         views: the views of each server, to find processes that start later.
-        name: unique among living clients; a client that connects under the same name replaces the earlier one.
+        name: unique name of this client. A client that connects under the same name replaces the earlier client.
         deadline_s: longest wait of each call for an answer from the server.
-        patience_s: longest wait of each call for other clients; the deadline if None.
-        encode: function that encodes the dense numbers of a push under a name; None sends them uncoded.
+        patience_s: longest wait of each call for other clients; None means `deadline_s`.
+        encode: function that encodes the dense numbers of a push, given a name; None sends numbers uncoded.
 
     Raises:
         ServerRefused: the servers have a different model or different settings.
@@ -105,12 +106,12 @@ class ServerClient(Closing):
         ]
         for line, owned in zip(self.lines, slices_of(settings, len(servers)), strict=True):
             line.owned = owned
-        self._places: dict[str, _Place] = {}  # of the last pull
+        self._places: dict[str, _Place] = {}  # tensors of the last pull
         self._tables: dict[str, _Place] = {}  # tensors of the last pulls of changed rows
         self._sequence = 0
 
     def join(self) -> int:
-        """Become a member; returns the version."""
+        """Become a member, and return the version of the parameters."""
         return int(self._act_everywhere(Join())[0][0])
 
     def leave(self) -> None:
@@ -125,11 +126,11 @@ class ServerClient(Closing):
     def pull(self, into: Mapping[str, Tensor], *, at_least: int = 0) -> Pulled:
         """Copy the dense parameters into tensors of the same names.
 
-        If these are the unmodified tensors of the last pull, only changed tensors are sent.
+        If the tensors are the unmodified tensors of the last pull, the servers send only changed tensors.
 
         Args:
             into: all dense parameters.
-            at_least: wait until this number of global batches is applied (`Ticket.needs`).
+            at_least: number of global batches that must be applied before the pull (`Ticket.needs`).
         """
         self._note(into)
         asked = [line.ask("pull", line.since, at_least, waits_s=MOST_WAIT_S) for line in self.lines]
@@ -147,7 +148,7 @@ class ServerClient(Closing):
         if sum(len(at) for at, _ in found) < len(rows):
             raise ServerRefused(
                 "server.rows_unknown",
-                "{client} named rows that {tensor} does not have; it has {rows}",
+                "{client} requested rows that {tensor} does not have; {tensor} has {rows} rows",
                 client=self.name,
                 tensor=name,
                 rows=self._specs[name].rows,
@@ -161,7 +162,8 @@ class ServerClient(Closing):
     def pull_changed_rows(self, name: str, into: Tensor, *, at_least: int = 0) -> int:
         """Copy the rows of a sparse tensor that changed since the last call.
 
-        If `into` is a different tensor or was modified, all rows are copied. Returns the number of copied rows.
+        If `into` is not the tensor of the last call or was modified, all rows are copied. Returns the number of copied
+        rows.
         """
         count = 0
         as_it_was = _as_it_was(self._tables.get(name), into)
@@ -185,15 +187,15 @@ class ServerClient(Closing):
         take: bool = False,
         record: list[Any] | None = None,
     ) -> Pushed:
-        """Push gradients, dense or sparse (COO), or with `delta` parameter changes.
+        """Push dense or sparse (COO) gradients, or with `delta`, parameter changes.
 
         Args:
             into: tensors into which changed parameters are pulled in the same round trip.
-            take: request the next ticket with the answer, if one is available now.
+            take: True to receive the next ticket with the answer, if a ticket is available now.
             record: plain values about the ticket's piece, which `records` returns.
 
         Raises:
-            ServerRefused: the push has NaN, wrong shapes or wrong names. Nothing was applied.
+            ServerRefused: the push contains NaN, wrong shapes or wrong names. Nothing was applied.
         """
         if into is not None:
             self._note(into)
@@ -212,7 +214,7 @@ class ServerClient(Closing):
             self.join()
             if ticket is None:
                 raise
-            # it is unknown which servers have already applied it; those servers ignore the repetition
+            # some servers may already have applied the push; these servers ignore the repetition
             replies = self._act(actions, pull=into is not None, first_last=True)
         if into is not None:
             if all(len(reply) > 4 for reply in replies):
@@ -223,20 +225,20 @@ class ServerClient(Closing):
         return Pushed(version, staleness, accepted, None if dealt is None else Ticket(*dealt))
 
     def take(self) -> Ticket | None:
-        """Wait for a ticket; None if all tickets up to the boundary are applied."""
+        """Wait for a ticket; return None if all tickets up to the boundary are applied."""
         (reply,) = self._act([Take()])
         return None if reply[3] is None else Ticket(*reply[3])
 
     def open(self, until_batch: int, recorded: int = 0) -> None:
-        """Allow tickets of global batches below `until_batch`; the largest of all calls counts.
+        """Allow tickets of global batches below `until_batch`; the largest value of all calls counts.
 
         Args:
-            recorded: global batches whose records are needed no more.
+            recorded: number of global batches whose records are no longer needed.
         """
         self._act([Open(until_batch, recorded)])
 
     def records(self, number: int) -> tuple[int, list[tuple[int, list[Any]]]]:
-        """Return the next record number, and tickets and records from a given number."""
+        """Return the next record number, and all tickets and records since a given number."""
         behind, found = self.lines[0].ask("records", number).result()
         return behind, [(ticket, record) for ticket, record in found]
 
@@ -252,12 +254,13 @@ class ServerClient(Closing):
     ) -> Callable[[], Tensor]:
         """Begin a sum over all members.
 
-        Calling the result waits for the sum, which replaces the tensor.
+        The returned function waits for the sum, and writes the sum into the tensor.
 
         Args:
-            number, bucket: identity of the sum: number of the step, and of the bucket of gradients.
+            number, bucket: identity of the sum, which is the number of the step and of the gradient bucket.
             coded: encoded bytes to send instead of the tensor.
-            index: of this member among `members`. The sum is taken in this order, so it is the same in every run.
+            index: index of this member among `members`. Tensors are added in this order, so every run gets the same
+                sum.
 
         Raises:
             DeadlineError: some members did not contribute; the error lists their indices.
@@ -283,11 +286,11 @@ class ServerClient(Closing):
         return {"parts": [part["parameters"] for part in parts], "batches": parts[0]["batches"]}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state` returned. One client calls this at a boundary."""
+        """Restore a state that `state` returned. One client calls this at a boundary."""
         if len(state["parts"]) != len(self.lines):
             raise ServerRefused(
                 "server.state_of_other_servers",
-                "the state is that of {saved} servers, but this run has {here}",
+                "the state was saved by {saved} servers, but this run has {here} servers",
                 saved=len(state["parts"]),
                 here=len(self.lines),
             )
@@ -296,7 +299,7 @@ class ServerClient(Closing):
         self._tables.clear()
 
     def close(self) -> None:
-        """Close the connections. The membership lasts for the grace time; `leave` ends it at once."""
+        """Close the connections. The membership continues for the grace time; `leave` ends it immediately."""
         for line in self.lines:
             line.close()
 
@@ -326,7 +329,7 @@ class ServerClient(Closing):
         if missing := {spec.name for spec in self._specs.values() if not spec.sparse} - into.keys():
             raise ServerRefused(
                 "server.pull_incomplete",
-                "{client} pulled without a tensor for {missing}. Name all.",
+                "{client} pulled without a tensor for {missing}. Pass tensors for all dense parameters.",
                 client=self.name,
                 missing=list(sorted(missing)[:8]),
             )
@@ -335,7 +338,7 @@ class ServerClient(Closing):
                 line.since = -1
 
     def _note_rows(self, line: Line, version: int) -> None:
-        """Record the version of rows if there are no dense tensors."""
+        """Record the version of pulled rows if there are no dense tensors."""
         if all(spec.sparse for spec in self._specs.values()):
             line.read = version
 
@@ -367,8 +370,8 @@ class ServerClient(Closing):
         """Send one action to each of the first servers, and return their replies.
 
         Args:
-            first_last: send the action of the first server, which deals tickets, after all others have theirs. If the
-                client dies in between, no ticket counts as applied without being applied on all servers.
+            first_last: True to send the action to the first server, which deals tickets, after all other servers. If
+                the client dies in between, no ticket counts as applied before all servers have applied it.
         """
         self._sequence += 1
 
@@ -393,7 +396,7 @@ def _place(tensor: Tensor) -> _Place:
 
 
 def _as_it_was(place: _Place | None, tensor: Tensor) -> bool:
-    """True if it is the recorded tensor and was not modified."""
+    """Return True if a tensor is the recorded tensor and was not modified."""
     return place is not None and place[0]() is tensor and place[1] == tensor._version
 
 
@@ -402,21 +405,21 @@ _PAUSE_S = 0.02
 
 
 class NoMember(ServerRefused):
-    """The server no longer counts this client as a member; the client joins again."""
+    """The server no longer counts this client as a member, so the client joins again."""
 
 
 class Line:
-    """Calls to one server, which may have several processes, from any thread.
+    """Connection to one server, which may have several processes. Any thread may call it.
 
     Args:
         addresses: addresses of the server's processes, with the likely primary first.
         deadline_s: longest wait of a call for an answer from any process of the server.
-        patience_s: longest wait of a call for other clients while the server answers; the deadline if None.
-        views: source of more addresses if none of these is the primary.
+        patience_s: longest wait of a call for other clients while the server answers; None means `deadline_s`.
+        views: source of further addresses if no given address is the primary.
 
     Attributes:
         owned: rows of tensors that the server owns.
-        read: version of the parameters that the next push uses.
+        read: version of the parameters with which the next push is computed.
         since: version of the tensors of the last pull.
         rows_since: version of each table in the last pull of changed rows.
     """
@@ -449,12 +452,12 @@ class Line:
 
         Args:
             waits_s: seconds that the function may wait per request, passed after `args`.
-            more: arguments after the seconds.
+            more: arguments that follow the seconds.
         """
         return Asked(self, function, args, waits_s, more)
 
     def connected(self, until: float) -> Client:
-        """Return a connection to the primary; make one if there is none. Raises ServerLost when the time is over."""
+        """Return a connection to the primary, and connect if necessary. Raises ServerLost after the deadline."""
         with self._lock:
             problem: Exception | None = None
             attempt_s = _CONNECT_S[0]
@@ -483,7 +486,7 @@ class Line:
             return self._client
 
     def moved(self, client: Client, addresses: Sequence[str]) -> None:
-        """Look for the primary again, first at these addresses, and last at its old one."""
+        """Look for the primary again, first at these addresses, and last at the old address."""
         with self._lock:
             if self._client is client:
                 self._client = None
@@ -521,7 +524,7 @@ class Line:
 
 
 class Asked:
-    """A pending call, repeated unchanged until a primary answers."""
+    """Pending call, which is repeated unchanged until a primary answers."""
 
     def __init__(
         self, line: Line, function: str, args: Sequence[Any], waits_s: float | None, more: Sequence[Any]
@@ -537,8 +540,9 @@ class Asked:
         """Wait for the answer.
 
         Raises:
-            ServerRefused, NoMember: the server refused the call; the message gives the reason.
-            DeadlineError: other clients did not arrive in time; the message names them.
+            ServerRefused: the server refused the call; the message gives the reason.
+            NoMember: this client is no longer a member of the server.
+            DeadlineError: other clients did not arrive in time; the message names these clients.
             ServerLost: no process of the server answered.
         """
         while True:
@@ -553,7 +557,7 @@ class Asked:
                 case "waits" if time.monotonic() > self._waits_until:
                     raise DeadlineError(
                         "server.deadline",
-                        "{server} waited {patience_s:g} s: {reason}",
+                        "{server} gave up after {patience_s:g} s: {reason}",
                         server=self.line.name,
                         patience_s=self.line.patience_s,
                         reason=value,
@@ -567,7 +571,7 @@ class Asked:
             self._begin()
 
     def _begin(self) -> None:
-        """Send the call. A failure is handled when the answer is requested."""
+        """Send the call. Errors are raised later, when the answer is requested."""
         self._client = self.line.connected(self._until)
         now = time.monotonic()
         left_s = max(0.0, self._until - now)
@@ -580,7 +584,7 @@ class Asked:
             self._pending = None
 
     def _answer(self) -> Any:
-        """Return the answer of the server, or "elsewhere" if there is none."""
+        """Return the answer of the server, or "elsewhere" if the server does not answer."""
         if self._pending is None:
             return "elsewhere", []
         try:

@@ -1,23 +1,24 @@
 """The replicated log of a server: ordered operations at the primary and its backup.
 
 All state comes from the log. A gradient, its ticket, the record of its piece and the answer
-to its client are one operation; the machine's state (`machine.py`) is the result of all operations so far.
+to the client are one operation; the machine's state (`machine.py`) is the result of all operations so far.
 
 Invariants:
 
-- *Order.* Only the primary accepts operations, one at a time, and numbers them. The backup applies the same operations
-under the same numbers, and refuses all others.
+- *Order.* Only the primary accepts operations. It accepts one operation at a time and numbers it. The backup applies
+the same operations under the same numbers, and refuses all other operations.
 - *Exactly once.* A client repeats an operation under the same number until a primary answers. The machine applies the
 operation once.
 - *No answered operation is lost.* The primary answers an operation, and shows its effect to readers, only after the
-backup has the operation. A backup that takes over therefore knows every operation that a client has seen.
+backup has received the operation. Therefore a backup that takes over knows every operation that a client has seen.
 - *One primary.* The view names the primary and the backup. Only the next generation replaces a view, by
 compare-and-set.
   A backup that cannot reach its primary, and a primary that cannot reach its backup, both try to begin the next
-  generation, and one of them succeeds. The other one is deposed: it does not answer clients, and the backup refuses its
-  operations.
-- *Resumption.* A new backup receives the state at one position of the log and then every later operation. It counts as
-a backup once it has all of them. A checkpoint holds the parameters at a boundary, when no operation is in progress.
+  generation, and one of them succeeds. The other process is deposed: it does not answer clients, and the backup refuses
+  its operations.
+- *Resumption.* A new backup receives the state at one position of the log and then every later operation. It counts
+as a backup once it has received all of these operations. A checkpoint holds the parameters at a boundary, when no
+operation is in progress.
 """
 
 from __future__ import annotations
@@ -50,13 +51,13 @@ from paceline_server.service import Caller
 _BEAT_S, _BEAT_DEADLINE_S = 0.25, 0.7  # delay of an answer at the primary, and the backup's deadline
 _LOOK_S = 0.5  # interval at which a primary checks its view and its backup
 _PAUSE_S = 0.05  # interval between attempts to become a backup
-_ANSWER_S = 0.8  # time for an operation to be applied in the backup, before the backup counts as lost
-_STATE_S = 600.0  # the same for the whole state
+_ANSWER_S = 0.8  # time in which the backup must apply an operation; after that, the backup counts as lost
+_STATE_S = 600.0  # time in which the backup must load the whole state
 Address = tuple[str, int] | Path
 
 
 class Elsewhere(Exception):
-    """This process is not the primary."""
+    """Raised if this process is not the primary."""
 
 
 class Mark(NamedTuple):
@@ -96,9 +97,9 @@ class Log:
         self.primary = False
         self._new_machine, self._views, self._key = new_machine, views, key
         self._name, self._on_lead = name, on_lead
-        self._own = ""  # address
+        self._own = ""  # address of this process
         self._closing = False
-        self._deposed = threading.Event()  # not primary
+        self._deposed = threading.Event()  # set while this process is not the primary
         self._deposed.set()
         self._installed: int | None = None  # generation in which this process is the backup
         self._backup: Backup | None = None
@@ -106,7 +107,7 @@ class Log:
 
     @property
     def generation(self) -> int:
-        """Number of the view; 0 before the first."""
+        """Number of the current view; 0 before the first view."""
         return self.view.generation if self.view else 0
 
     @property
@@ -142,7 +143,7 @@ class Log:
     def verify(self) -> None:
         """Verify that this is still the primary.
 
-        Raises Elsewhere if it is not, or ChannelError if this cannot be verified.
+        Raises Elsewhere if another process is the primary, or ChannelError if this is unknown.
         """
         view = self._views.read()
         with self.turn:
@@ -152,7 +153,7 @@ class Log:
             self.must_be_primary()
 
     def commit(self, operation: Operation) -> Reply:
-        """Append an operation to the log, and apply it. The caller holds `turn`."""
+        """Append an operation to the log, and apply the operation. The caller holds `turn`."""
         self.index += 1
         if self._backup:
             self._backup.post(self.index, operation)
@@ -165,7 +166,7 @@ class Log:
         return Mark(self.index, self._backup if self._backup and self._backup.counts else None)
 
     def confirm(self, mark: Mark) -> None:
-        """Wait until the backup has everything up to a mark. A failed backup is dropped."""
+        """Wait until the backup has everything up to a mark. A failed backup is removed."""
         if mark.backup is not None:
             try:
                 mark.backup.wait(mark.applied)
@@ -177,7 +178,7 @@ class Log:
     def attend(self, caller: Caller, address: str) -> int:
         """Accept a process as the backup, and return the generation.
 
-        The backup receives the state, then every operation.
+        The backup first receives the state, and then every later operation.
         """
         with self.turn:
             self.must_be_primary()
@@ -217,11 +218,11 @@ class Log:
             raise ServerRefused("server.backup_failed", "{error}", error=error) from None
 
     def beat(self, caller: Caller, generation: int) -> bool:
-        """Answer, after a delay, whether this is the primary of a generation.
+        """Return True if this is the primary of a generation, after a delay.
 
-        The caller waits meanwhile, and so notices immediately if this process ends.
+        The caller waits for the answer, and therefore notices immediately if this process ends.
         """
-        self._deposed.wait(_BEAT_S)  # without the lock, which is held during a large push
+        self._deposed.wait(_BEAT_S)  # does not take the lock, which is held during a large push
         return self.primary and self.generation == generation
 
     def install(self, caller: Caller, generation: int, index: int, state: dict[str, Any]) -> None:
@@ -261,7 +262,7 @@ class Log:
 
     def _follow_views(self) -> None:
         while not self._closing:
-            # if this fails, the primary or the store is still starting
+            # on failure, the primary or the store is still starting
             with suppress(ChannelError, RemoteError, ServerRefused, Elsewhere):
                 if self.primary:
                     self._look_around()
@@ -271,7 +272,7 @@ class Log:
                 self.turn.wait_for(lambda: self._closing, _LOOK_S if self.primary else _PAUSE_S)
 
     def _look_around(self) -> None:
-        """Check, without calls from clients, if this process is deposed or has no backup."""
+        """Check regularly, even without calls, if this process is deposed or has no backup."""
         self.verify()
         backup = self._backup
         if backup is not None and backup.counts and not backup.answers():
@@ -305,7 +306,7 @@ class Log:
             self._attend(place_of(view.primary))
         newest = self._views.read()
         with self.turn:
-            # the primary may be lost after the view names this process as backup, but before the primary reports it
+            # the primary may be lost after the view names this process as the backup, but before this process knows
             ours = newest is not None and newest.backup == self._own and newest.generation == self._installed
             if newest is not None and ours and not self._closing:
                 self._lead(newest, View(newest.generation + 1, self._own))
@@ -315,7 +316,7 @@ class Log:
     def _attend(self, address: Address) -> None:
         """Act as the backup of a primary until one of the two is lost.
 
-        Raises if the primary accepts no backup, or is lost.
+        Raises an error if the primary accepts no backup, or is lost.
         """
         with Client(address, self._key, name=self._name, deadline_s=_BEAT_DEADLINE_S) as primary:
             status, generation = primary.call("attend", self._own, deadline_s=2 * _STATE_S)
@@ -326,7 +327,7 @@ class Log:
                 pass
 
     def _go_on_without(self, backup: Backup) -> None:
-        """Begin a generation without the backup. On failure this process is deposed."""
+        """Begin a generation without the backup. If this fails, this process is deposed."""
         backup.close()
         with self.turn:
             if self._backup is not backup:
@@ -339,7 +340,7 @@ class Log:
             except ChannelError as error:
                 raise DeadlineError(
                     "server.primary_unknown",
-                    "{name} lost its backup, and the store does not say which process continues: {error}",
+                    "{name} lost its backup, and the store cannot confirm that {name} is still the primary: {error}",
                     name=self._name,
                     error=error,
                 ) from None
@@ -352,13 +353,13 @@ class Log:
 
 
 class Backup:
-    """A backup, from the view of its primary.
+    """Backup, as its primary sees it.
 
     Attributes:
         address: address of the backup, as in a view.
-        generation: generation in which it becomes the backup, and accepts operations.
-        counts: True if answers wait for the backup, which is the case once it has the state.
-        lost: True if it has failed, and is not used any more.
+        generation: generation in which the process is the backup, and accepts operations.
+        counts: True once the backup has the state; answers to clients then wait for the backup.
+        lost: True if the backup has failed, and is no longer used.
     """
 
     def __init__(self, address: str, key: RunKey | None, generation: int, name: str) -> None:
@@ -404,42 +405,43 @@ class Backup:
                 self._sent.popleft()
 
     def answers(self) -> bool:
-        """True if the process answers, and is still the backup."""
+        """Return True if the process answers, and is still the backup."""
         try:
             return not self.lost and self._client.call("alive", self.generation) == ["ok", True]
         except (ChannelError, RemoteError):
             return False
 
     def close(self) -> None:
-        """Hang up."""
+        """Close the connection to the backup."""
         self.lost = True
         self._client.close()
 
 
 class View(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A generation of a server. Addresses as text: `host:port`, or the path of a socket."""
+    """Generation of a server. Addresses are text: `host:port`, or the path of a socket."""
 
     generation: int
     primary: str
     backup: str | None = None
 
     def addresses(self) -> list[str]:
-        """The addresses of this generation, the primary's first."""
+        """Return the addresses of this generation, with the primary's address first."""
         return [address for address in (self.primary, self.backup) if address]
 
 
 class Views:
-    """The view of one server, in the run's store or, without a store, in memory."""
+    """View of one server, in the run's store or, without a store, in memory."""
 
     def __init__(self, store: StoreClient | None = None, name: str = "", deadline_s: float = 5.0) -> None:
         self._store, self._key, self._deadline_s = store, f"parameter server/{name}", deadline_s
         self._own: View | None = None
 
     def read(self) -> View | None:
-        """The newest view; None before the first. Raises ChannelError."""
+        """Return the newest view; None before the first view. Raises ChannelError."""
         if self._store is None:
             return self._own
-        # A value that is never set. With this as the expected value, nothing changes and the current value is returned.
+        # A value that is never stored. With this expected value, the store changes nothing and returns the current
+        # value.
         present = self._store.compare_set(self._key, _NOBODYS, _NOBODYS, self._deadline_s)
         if present in (b"", _NOBODYS):
             return None
@@ -451,7 +453,7 @@ class Views:
             ) from None
 
     def replace(self, old: View | None, new: View) -> bool:
-        """Replace the view if it still is `old`; return True if it was. Raises ChannelError."""
+        """Replace the view if it is still `old`, and return True if so. Raises ChannelError."""
         if self._store is None:
             still_is = self._own == old
             self._own = new if still_is else self._own
@@ -464,10 +466,10 @@ _NOBODYS = b"-"
 
 
 def wait_for(turn: threading.Condition, attempt: Callable[[], Any], until: float) -> Any:
-    """Repeat an attempt on each change until there is no reason to wait.
+    """Repeat an attempt after each change until there is no reason to wait.
 
     Raises:
-        DeadlineError: there is still a reason to wait at the deadline.
+        DeadlineError: at the deadline, there is still a reason to wait.
     """
     while isinstance(result := attempt(), str):
         if (left_s := until - time.monotonic()) <= 0:

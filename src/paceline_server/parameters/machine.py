@@ -6,11 +6,11 @@ same order give the same state. The log (`log.py`) sends these operations to the
 
 Invariants, which also hold if messages are repeated, reordered or lost, or processes die:
 
-- An operation is applied once. A client numbers its operations and sends one at a time. If the last number is repeated,
-the same answer is returned; a smaller number is refused.
-- A ticket counts once, even if several clients compute it. It belongs to its holder under one attempt. If the holder is
-lost, the ticket is dealt again under the next attempt, and a push for an earlier attempt is dropped.
-- The operation that applies a piece's gradient also keeps its record, so there is one record per counted ticket.
+- An operation is applied once. A client numbers its operations and sends one at a time. A repetition of
+the last number returns the same answer; a smaller number is refused.
+- A ticket counts once, even if several clients compute it. Each attempt of a ticket belongs to one holder. If the
+holder is lost, the ticket is dealt again under the next attempt, and a push for an earlier attempt is dropped.
+- The operation that applies a piece's gradient also stores the piece's record, so each counted ticket has one record.
 - A refused operation changes nothing.
 """
 
@@ -29,22 +29,23 @@ from paceline.errors import ServerRefused
 from paceline_server.parameters.parameters import Gradient, Parameters, Rows, must_fit, negated, once_each
 from paceline_server.parameters.settings import ServerSettings, slices_of
 
-_TICKETS_AT_ONCE = 4  # limit of tickets that one client may hold
-_MOST_KEPT = 2**14  # limit of kept records of clients that have left
-SLOWEST_BYTES_PER_S = 10e6  # slowest transfer of a link that does not count as lost
+_TICKETS_AT_ONCE = 4  # maximum number of tickets that one client may hold
+_MOST_KEPT = 2**14  # maximum number of records kept for clients that have left
+SLOWEST_BYTES_PER_S = 10e6  # slowest transfer rate of a link that does not count as lost
 
 
 class Machine:
     """Parameters, members and tickets of one server.
 
-    Call in this order: `must_fit` (tensors are valid), `known` (already applied), `check` (allowed), `waits` (must
-    wait), `apply`. Only `must_fit` reads no mutable state, so other threads may call it.
+    Call the methods in this order: `must_fit` (tensors are valid), `known` (already applied), `check` (allowed),
+    `waits` (must wait), `apply`. Only `must_fit` reads no mutable state, so any thread may call it.
 
     Args:
         part: index of this server. The first server deals the tickets, and keeps the records.
 
     Attributes:
-        records: records of applied pieces: number in order of application, ticket, and the client's note.
+        records: records of applied pieces, each with its number in order of application, its ticket and the client's
+            values.
     """
 
     def __init__(self, settings: ServerSettings, servers: int = 1, part: int = 0) -> None:
@@ -63,26 +64,26 @@ class Machine:
                 if missing := self.parameters.specs.keys() - tensors.keys():
                     raise ServerRefused(
                         "server.initialize_incomplete",
-                        "{operation} does not contain the first values of {missing}",
+                        "{operation} does not contain the initial values of {missing}",
                         operation=operation.name,
                         missing=list(sorted(missing)[:8]),
                     )
             case Push() as push:
                 if push.ticket is not None and not push.dense and not push.rows:
-                    return  # a piece without samples, or one that was skipped
+                    return  # the piece has no samples, or was skipped
                 must_fit(push.gradients(), self.parameters.specs, operation.name)
                 if push.dense.keys() & push.rows.keys():
                     raise ServerRefused(
                         "server.pushed_twice",
-                        "{operation} pushed a tensor both as a whole and by rows. Push it once.",
+                        "{operation} pushed a tensor both as a whole and by rows. Push each tensor in one form.",
                         operation=operation.name,
                     )
 
     def known(self, operation: Operation) -> Reply | None:
-        """Return the answer of an operation that was already applied.
+        """Return the answer to an operation that was already applied, or None.
 
         Raises:
-            ServerRefused: the operation is older, so no client waits for its answer.
+            ServerRefused: the operation is older than the client's last one, so no client waits for an answer.
         """
         return self.clients.answered(operation.identity, operation.sequence)
 
@@ -96,7 +97,7 @@ class Machine:
             case Leave() | Initialize():
                 return
             case Open() if self.tickets is not None:
-                return  # the process that sets the boundaries need not be a member
+                return  # the process that sets the boundaries may not be a member
         self.clients.must_be_member(name, identity)
         match action:
             case Push():
@@ -110,7 +111,7 @@ class Machine:
             case Load() if self.tickets and self.tickets.holders:
                 raise ServerRefused(
                     "server.load_while_pushing",
-                    "{name} loads a checkpoint while pushes are in progress. Load it between steps.",
+                    "{name} loads a checkpoint while pushes are in progress. Load the checkpoint between steps.",
                     name=name,
                 )
 
@@ -127,7 +128,7 @@ class Machine:
             batches: number of global batches that must be fully applied.
         """
         if not self.parameters.ready:
-            return "the parameters have no first values: one client calls initialize"
+            return "the parameters have no initial values yet: one client must call initialize"
         if self.tickets is not None and self.tickets.batches < batches:
             return f"{self.tickets.batches} global batches are applied"
         return None
@@ -168,7 +169,7 @@ class Machine:
         return reply
 
     def records_since(self, number: int) -> list[Any]:
-        """Return the next record number, and tickets and notes from `number` on."""
+        """Return the next record number, and the tickets and records since `number`."""
         return [self._recorded, [[ticket, note] for at, ticket, note in self.records if at >= number]]
 
     def state(self) -> dict[str, Any]:
@@ -200,14 +201,14 @@ class Machine:
         if push.read < 0:
             raise ServerRefused(
                 "server.never_pulled",
-                "{client} pushed for version {read}, but never pulled. Pull first.",
+                "{client} pushed an update of version {read}, but never pulled. Pull the parameters first.",
                 client=name,
                 read=push.read,
             )
         if push.read > version:
             raise ServerRefused(
                 "server.version_differs",
-                "{client} pushed for version {read}, but this server is at {version}",
+                "{client} pushed an update of version {read}, but this server is only at version {version}",
                 client=name,
                 read=push.read,
                 version=version,
@@ -249,35 +250,35 @@ class Machine:
 
 
 class _Action(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A client's request, which is applied once."""
+    """Request of a client, which is applied once."""
 
 
 class Join(_Action, frozen=True, tag="join"):
-    """Become a member under a name, and replace another client of that name."""
+    """Request to join under a name, and to replace another client of this name."""
 
 
 class Leave(_Action, frozen=True, tag="leave"):
-    """End the client's own membership, or the membership of a dead client."""
+    """Request to end the client's own membership, or the membership of a lost client."""
 
     client: str | None = None
 
 
 class Initialize(_Action, frozen=True, tag="initialize"):
-    """Set the initial parameters. Only the first such action counts."""
+    """Request to set the initial parameters. Only the first such request has an effect."""
 
     tensors: dict[str, Tensor]
 
 
 class Push(_Action, frozen=True, tag="push"):
-    """A gradient, or a change of the parameters.
+    """Push of a gradient, or of a change of the parameters.
 
     Attributes:
-        read: version of the parameters with which it was computed.
-        ticket: number and attempt.
+        read: version of the parameters with which the push was computed.
+        ticket: number and attempt of the ticket, or None.
         take: True to deal the next ticket with the answer, if one is available now.
-        coded: names of dense tensors, and all their numbers encoded by the settings' codec. A server decodes them into
-            `dense`.
-        coded_bytes: encoded size of `dense` in bytes; 0 if it was not encoded.
+        coded: names of dense tensors, and all their numbers encoded with the settings' codec. The server decodes these
+            numbers into `dense`.
+        coded_bytes: encoded size of `dense` in bytes; 0 if `dense` was not encoded.
         record: plain values about the ticket's piece, for readers of `records_since`.
     """
 
@@ -292,19 +293,19 @@ class Push(_Action, frozen=True, tag="push"):
     record: list[Any] | None = None
 
     def gradients(self) -> dict[str, Gradient]:
-        """All gradients by name."""
+        """Return all gradients by name."""
         return {**self.dense, **{name: Rows(*rows) for name, rows in self.rows.items()}}
 
 
 class Take(_Action, frozen=True, tag="take"):
-    """Ask for a ticket."""
+    """Request for a ticket."""
 
 
 class Open(_Action, frozen=True, tag="open"):
-    """Allow tickets of more global batches.
+    """Request to allow tickets of further global batches.
 
     Attributes:
-        recorded: global batches whose records are needed no more.
+        recorded: number of global batches whose records are no longer needed.
     """
 
     until: int
@@ -312,7 +313,7 @@ class Open(_Action, frozen=True, tag="open"):
 
 
 class Load(_Action, frozen=True, tag="load"):
-    """Restore the parameters of a checkpoint, and its number of global batches."""
+    """Request to restore a checkpoint's parameters and number of global batches."""
 
     parameters: dict[str, Any]
     batches: int
@@ -322,7 +323,7 @@ Action = Join | Leave | Initialize | Push | Take | Open | Load
 
 
 class Operation(NamedTuple):
-    """An action with its client and the client's number for it.
+    """Action with its client, and with the client's number for the action.
 
     Attributes:
         name: readable name of the client.
@@ -336,7 +337,7 @@ class Operation(NamedTuple):
 
 
 class Ticket(NamedTuple):
-    """A piece of a global batch to be computed by one client.
+    """Piece of a global batch that one client computes.
 
     Attributes:
         attempt: number of times that the ticket was dealt again.
@@ -355,7 +356,7 @@ class Reply(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     Attributes:
         version: version of the parameters after the operation.
-        accepted: False if the ticket was meanwhile dealt to another client, and the push was dropped.
+        accepted: False if the ticket was dealt to another client in the meantime, and the push was dropped.
         staleness: steps since the version that the push was computed with.
         ticket: the ticket that was dealt, or None.
     """
@@ -367,12 +368,12 @@ class Reply(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def plain(action: Action) -> dict[str, Any]:
-    """Convert the action to nested plain values and tensors."""
+    """Convert an action to nested plain values and tensors."""
     return {"type": type(action).__struct_config__.tag, **msgspec.structs.asdict(action)}
 
 
 def read_action(values: Any) -> Action:
-    """Read an action that `plain` wrote. Raises ServerRefused if it is invalid."""
+    """Read an action that `plain` converted. Raises ServerRefused for an invalid action."""
     try:
         action: Action = msgspec.convert(values, Action)
         return action
@@ -399,9 +400,9 @@ class Client(msgspec.Struct):
     Attributes:
         pushes: number of applied pushes.
         late: number of pushes whose ticket had been dealt to another client.
-        read: version with which its last push was computed.
-        staleness: number of pushes by their lateness in steps.
-        replaced: True if another client has joined under its name.
+        read: version with which the client's last push was computed.
+        staleness: number of pushes for each staleness in steps.
+        replaced: True if another client has joined under the same name.
     """
 
     name: str
@@ -416,10 +417,10 @@ class Client(msgspec.Struct):
 
 
 class Clients:
-    """All clients by identity, with the answer to each client's last operation.
+    """Clients by identity, with the answer to each client's last operation.
 
     Attributes:
-        members: identities by name.
+        members: identities of the members, by name.
     """
 
     def __init__(self, most_members: int) -> None:
@@ -428,7 +429,7 @@ class Clients:
         self.members: dict[str, str] = {}
 
     def answered(self, identity: str, sequence: int) -> Reply | None:
-        """Return the answer to an applied operation, or None if it is new.
+        """Return the answer to an applied operation, or None for a new operation.
 
         Raises ServerRefused if the operation is older.
         """
@@ -438,7 +439,8 @@ class Clients:
         if sequence < client.sequence:
             raise ServerRefused(
                 "server.operation_repeated",
-                "{client} repeated operation {sequence} after {newest}. It was already applied or given up.",
+                "{client} repeated operation {sequence} after operation {newest}. Operation {sequence} was already "
+                "applied or given up.",
                 client=client.name,
                 sequence=sequence,
                 newest=client.sequence,
@@ -446,15 +448,15 @@ class Clients:
         return client.reply
 
     def record(self, name: str, identity: str) -> Client:
-        """Return the record of a client, member or not, and make one if needed."""
+        """Return the record of a client, member or not, and make the record if necessary."""
         return self._all.setdefault(identity, Client(name))
 
     def must_be_free(self, name: str, identity: str) -> None:
-        """Refuse members beyond the limit, and replaced clients. Raises ServerRefused."""
+        """Refuse replaced clients, and members beyond the limit. Raises ServerRefused."""
         if identity in self._all and self._all[identity].replaced:
             raise ServerRefused(
                 "server.replaced",
-                "another process has joined as {name} and has replaced this one",
+                "another process has joined as {name} and has replaced this client",
                 name=name,
             )
         if len(self.members) >= self._most and name not in self.members:
@@ -481,7 +483,7 @@ class Clients:
         return self._all[self.members[name]]
 
     def replace(self, name: str, identity: str) -> bool:
-        """Mark earlier clients of a name as replaced; return True if one must leave."""
+        """Mark earlier clients of a name as replaced; return True if a member must leave."""
         for other, client in self._all.items():
             client.replaced |= client.name == name and other != identity
         return self.members.get(name, identity) != identity
@@ -492,14 +494,14 @@ class Clients:
         self.members[name] = identity
 
     def leave(self, name: str, identity: str | None) -> bool:
-        """Remove a member, and return True if it was one.
+        """Remove a member, and return True if the client was a member.
 
-        Its record is kept for a while.
+        The client's record is kept for a while.
         """
         if name not in self.members or identity not in (None, self.members[name]):
             return False
         left = self.members.pop(name)
-        self._all[left] = self._all.pop(left)  # the newest clients that have left
+        self._all[left] = self._all.pop(left)  # only the clients that left most recently are kept
         if (surplus := len(self._all) - len(self.members) - _MOST_KEPT) > 0:
             present = set(self.members.values())
             for oldest in [identity for identity in self._all if identity not in present][:surplus]:
@@ -507,7 +509,7 @@ class Clients:
         return True
 
     def statistics(self) -> dict[str, dict[str, Any]]:
-        """Return the counters by client name. Clients of the same name are summed."""
+        """Return the counters by client name. Counters of clients with the same name are summed."""
         counts: dict[str, dict[str, Any]] = {}
         for client in self._all.values():
             of = counts.setdefault(client.name, {"pushes": 0, "late": 0, "bytes": 0, "staleness": {}})
@@ -530,20 +532,20 @@ class Clients:
 
 @dataclass
 class Tickets:
-    """Pieces of the global batches, dealt in order.
+    """Tickets for pieces of the global batches, dealt in order.
 
     Ticket t is piece t % pieces of global batch t // pieces.
 
     Attributes:
-        pieces: tickets of a global batch.
+        pieces: number of tickets per global batch.
         staleness: number of global batches by which a ticket may run ahead of the last fully applied one.
-        until: tickets of batches below this one may be dealt.
-        next: the lowest ticket that was never dealt.
-        below: all tickets below this one are applied.
-        applied: applied tickets that are not below `below`.
+        until: number of the first global batch whose tickets may not be dealt yet.
+        next: lowest ticket that was never dealt.
+        below: lowest ticket that is not applied.
+        applied: applied tickets above `below`.
         again: heap of tickets to be dealt again.
-        attempts: number of the attempt, for each ticket that was dealt again.
-        holders: the client that holds each ticket which is dealt and not applied.
+        attempts: number of the current attempt, for each ticket that was dealt again.
+        holders: client that holds each ticket that is dealt but not applied.
     """
 
     pieces: int
@@ -567,7 +569,7 @@ class Tickets:
         return self.below >= self.until * self.pieces
 
     def open(self, until: int) -> None:
-        """Allow tickets of batches below `until`. A later boundary is not moved back."""
+        """Allow tickets of batches below `until`. An existing later limit is kept."""
         self.until = max(self.until, until)
 
     def waits(self, client: str) -> str | None:
@@ -584,7 +586,7 @@ class Tickets:
         return None
 
     def deal(self, client: str) -> Ticket | None:
-        """Deal the next ticket; None at the boundary. `waits` must be None."""
+        """Deal the next ticket; return None at the boundary. `waits` must have returned None."""
         if self.at_boundary:
             return None
         if self.again:
@@ -597,19 +599,19 @@ class Tickets:
         return Ticket(number, batch, piece, self.attempts.get(number, 0), needs)
 
     def holds(self, client: str, number: int, attempt: int) -> bool:
-        """True if this client holds the ticket under this attempt."""
+        """Return True if this client holds the ticket under this attempt."""
         return self.holders.get(number) == client and self.attempts.get(number, 0) == attempt
 
     def apply(self, number: int) -> None:
-        """Record that a ticket in flight was applied."""
+        """Record that a dealt ticket was applied."""
         del self.holders[number]
         self.attempts.pop(number, None)
         self._note(number)
 
     def take_in(self, number: int) -> bool:
-        """Record that another server's ticket was applied here; False if already recorded.
+        """Record that this server applied another server's ticket; return False if already recorded.
 
-        The first push counts, because servers that deal no tickets do not know the holder.
+        The first push counts, because a server that deals no tickets does not know the holder.
         """
         if number < self.below or number in self.applied:
             return False
@@ -624,7 +626,7 @@ class Tickets:
             heapq.heappush(self.again, number)
 
     def go_on_at(self, batches: int) -> None:
-        """Begin at a global batch. All earlier ones are applied, and no ticket is in flight."""
+        """Begin at a global batch. All earlier batches count as applied, and no ticket is dealt."""
         self.below = self.next = batches * self.pieces
         self.until = max(self.until, batches)
         self.applied.clear()

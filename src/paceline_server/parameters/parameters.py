@@ -14,7 +14,7 @@ from paceline_server.parameters.settings import ServerSettings, Slice, TensorSpe
 
 
 class Rows(NamedTuple):
-    """Some rows of a tensor. `rows` are row numbers within the server's slice."""
+    """Rows of a tensor. `rows` has their row numbers within the server's slice."""
 
     rows: Tensor
     values: Tensor
@@ -24,11 +24,11 @@ Gradient = Tensor | Rows
 
 
 class Parameters:
-    """The tensors of one server and their optimizers.
+    """Tensors of one server, and their optimizers.
 
     Attributes:
-        version: number of pushes or rounds that were applied. A tensor that changed in step v has version v.
-        ready: True if the tensors have their initial values.
+        version: number of steps taken. A tensor that changed in step v has version v.
+        ready: True once the tensors have their initial values.
     """
 
     def __init__(self, settings: ServerSettings, owned: Sequence[Slice]) -> None:
@@ -79,7 +79,7 @@ class Parameters:
         return [name for name, spec in self.specs.items() if not spec.sparse and self.versions[name] > version]
 
     def rows_since(self, name: str, version: int) -> Tensor:
-        """Return the row numbers of a sparse tensor that changed after a version."""
+        """Return the numbers of the rows of a sparse tensor that changed after a version."""
         return torch.nonzero(self.row_versions[name] > version).flatten()
 
     def state(self) -> dict[str, Any]:
@@ -95,12 +95,12 @@ class Parameters:
         }
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state` returned. Raises ServerRefused if the tensors differ."""
+        """Restore a state that `state` returned. Raises ServerRefused if the tensors differ."""
         theirs = {name: tuple(tensor.shape) for name, tensor in state["tensors"].items()}
         if theirs != {name: spec.shape for name, spec in self.specs.items()}:
             raise ServerRefused(
                 "server.state_of_other_tensors",
-                "the state contains other tensors than this server owns. Use the settings that it was saved with.",
+                "the state and this server have different tensors. Use the settings with which the state was saved.",
             )
         self.initialize(state["tensors"])
         self.version, self.ready, self.versions = state["version"], state["ready"], dict(state["versions"])
@@ -121,10 +121,10 @@ class Parameters:
 
 
 class _Optimizer:
-    """The optimizer of the tensors that this server owns.
+    """Optimizer of the tensors that this server owns.
 
-    State is kept by tensor name, so that a torch optimizer can step only some rows of a tensor. These rows, and their
-    state, are copied out, stepped, and copied back.
+    The state is stored by tensor name. To step only some rows of a tensor, these rows and their state are copied out,
+    stepped with a torch optimizer, and copied back.
     """
 
     def __init__(self, settings: ServerSettings, specs: Mapping[str, TensorSpec]) -> None:
@@ -135,7 +135,7 @@ class _Optimizer:
         self._optimizer = self._optimizer_spec.build([nn.Parameter(torch.zeros(1))])
 
     def step(self, tensors: Mapping[str, nn.Parameter], gradients: Mapping[str, Gradient], lr_factor: float) -> None:
-        """Step on the tensors that have gradients."""
+        """Take a step for the tensors that have gradients."""
         stepped = []
         for name, gradient in gradients.items():
             tensor = tensors[name]
@@ -256,17 +256,17 @@ def must_fit(gradients: Mapping[str, Gradient], specs: Mapping[str, TensorSpec],
 
 
 def is_finite(values: Tensor) -> bool:
-    """True if no value is NaN or Inf, found in one pass over the memory."""
+    """Return True if no value is NaN or Inf, in one pass over the memory."""
     total = values.sum(dtype=torch.float64)  # NaN and Inf propagate; finite values have a finite sum
     return math.isfinite(total.item()) or bool(torch.isfinite(values).all())
 
 
 def rows_must_be_owned(rows: Tensor, spec: TensorSpec, client: str) -> None:
-    """Refuse row numbers out of range. Raises ServerRefused."""
+    """Refuse row numbers that are out of range. Raises ServerRefused."""
     if rows.dtype != torch.int64 or rows.dim() != 1:
         raise ServerRefused(
             "server.rows_type",
-            "{client} gave the rows of {tensor} as {dtype} of shape {shape}. Use int64 in one dimension.",
+            "{client} sent row numbers of {tensor} as {dtype} of shape {shape}. Use a one-dimensional int64 tensor.",
             client=client,
             tensor=spec.name,
             dtype=rows.dtype,
@@ -275,7 +275,7 @@ def rows_must_be_owned(rows: Tensor, spec: TensorSpec, client: str) -> None:
     if len(rows) and not 0 <= int(rows.min()) <= int(rows.max()) < spec.rows:
         raise ServerRefused(
             "server.row_out_of_range",
-            "{client} named row {row} of {tensor}, which has only {rows} rows here",
+            "{client} requested row {row} of {tensor}, which has only {rows} rows on this server",
             client=client,
             row=int(rows.max()),
             tensor=spec.name,
@@ -289,7 +289,7 @@ def negated(gradients: Mapping[str, Gradient]) -> dict[str, Gradient]:
 
 
 def once_each(gradients: Mapping[str, Gradient]) -> dict[str, Gradient]:
-    """Return a push that names every row once, with the values of repeated rows summed."""
+    """Return a push that contains every row once, with the values of repeated rows summed."""
     return {name: _summed_rows(g) if isinstance(g, Rows) else g for name, g in gradients.items()}
 
 
@@ -305,7 +305,7 @@ def _rows_must_fit(gradient: Rows, spec: TensorSpec, client: str) -> None:
     if not spec.sparse:
         raise ServerRefused(
             "server.rows_of_dense_pushed",
-            "{client} pushed rows of {tensor}, which is dense. Push all of it, or set sparse=True.",
+            "{client} pushed rows of {tensor}, which is dense. Push the whole tensor, or set sparse=True.",
             client=client,
             tensor=spec.name,
         )

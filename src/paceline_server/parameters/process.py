@@ -1,4 +1,4 @@
-"""Process of a parameter server: handles clients' calls by the log, and sums."""
+"""Process of a parameter server, which handles clients' calls through the log, and sums."""
 
 from __future__ import annotations
 
@@ -23,24 +23,30 @@ from paceline_server.service import Caller, Limits, Service
 from paceline_server.talk import LATER, Closing, at_once, quick
 
 GRACE_S = 5.0  # grace time of a client without a connection
-MOST_WAIT_S = 1.0  # longest wait in the server; the client then asks again, and so detects a hanging server
+MOST_WAIT_S = 1.0  # longest wait in the server; the client then repeats the call, and thereby detects a hanging server
 _MOST_SUM_S = 3600.0
-_WAITS = {"act": 2, "pull": 2, "pull_rows": 4}  # functions that may wait -> index of the argument for the time
+_WAITS = {
+    "act": 2,
+    "pull": 2,
+    "pull_rows": 4,
+}  # functions that may wait, with the index of the argument that limits the wait
 Decode = Callable[[Tensor, int], Tensor]
 _LIMITS = Limits(message_bytes=2**22, attached_bytes=2**34, calls_at_once=256, callers=4096)
 
 
 class ParameterServer(Closing):
-    """Serves one part of the parameters, as the primary or as its backup.
+    """Server of one part of the parameters, as the primary or as the backup.
 
     Args:
-        where, key: see `Service`.
-        part, servers: index of this server, and number of servers. Only part 0 deals tickets.
-        views: views that determine the primary: the first process with these views is primary, the next is its backup.
-            None if this process is the only one.
+        where: see `Service`.
+        key: see `Service`.
+        part: index of this server. Only server 0 deals tickets.
+        servers: number of servers.
+        views: views that determine the primary. The first process with these views is the primary, and the next is its
+            backup. None if this process is the only one.
         grace_s: time without a connection after which a client is lost, and its tickets are dealt again.
-        threads: see `Service`; number of clients that may wait at the same time.
-        decode: function that decodes tensors from their bytes and the count of numbers. Raises ServerRefused.
+        threads: number of clients that may wait at the same time; see `Service`.
+        decode: function that decodes tensors, given their bytes and the count of numbers. Raises ServerRefused.
     """
 
     def __init__(
@@ -120,7 +126,7 @@ class ParameterServer(Closing):
         self.ended.set()
 
     def _functions(self) -> dict[str, Callable[..., Any]]:
-        """Return the functions for clients. Answers are ["ok", value], or a reason for refusal."""
+        """Return the functions for clients. Answers are ["ok", value], or the reason for a refusal."""
         functions: dict[str, Callable[..., Any]] = {
             "hello": self._hello,
             "act": self._act,
@@ -137,14 +143,14 @@ class ParameterServer(Closing):
             "install": self._log.install,
             "repeat": self._log.repeat,
             "alive": self._log.alive,
-        }  # these never wait
+        }  # these functions never wait
         told = {name: self._told(function) for name, function in functions.items()}
         for name, place in _WAITS.items():
             at_once(told[name], self._trial(told[name], place))
         return told | {name: quick(self._told(function)) for name, function in ordered.items()}
 
     def _trial(self, told: Callable[..., list[Any]], place: int) -> Callable[..., Any]:
-        """Run the function if it can answer without waiting for its turn or a copy."""
+        """Make a trial of a function, which answers only if it need not wait."""
 
         def answer(caller: Caller, *args: Any) -> Any:
             if self._log.is_copied:
@@ -155,7 +161,7 @@ class ParameterServer(Closing):
         return answer
 
     def _told(self, function: Callable[..., Any]) -> Callable[..., list[Any]]:
-        """Wrap the function to return refusals as values, without a traceback."""
+        """Wrap a function so that it returns refusals as values, without a traceback."""
 
         def answer(caller: Caller, *args: Any) -> list[Any]:
             try:
@@ -164,7 +170,7 @@ class ParameterServer(Closing):
                 return self._elsewhere()
             except ServerRefused as error:
                 return self._refused(caller, error)
-            except ChannelError as error:  # it waited for other clients, or the primary is unknown
+            except ChannelError as error:  # the function waited for other clients, or the primary is unknown
                 return ["waits", str(error)]
 
         return answer
@@ -174,7 +180,7 @@ class ParameterServer(Closing):
         return ["elsewhere", view.addresses() if view else []]
 
     def _refused(self, caller: Caller, error: ServerRefused) -> list[Any]:
-        """Return the refusal, unless this process is deposed and has stale state."""
+        """Return a refusal, unless this process is deposed and its state is stale."""
         try:
             if self._log.primary:
                 self._log.verify()
@@ -211,7 +217,7 @@ class ParameterServer(Closing):
             return self._log.view.addresses()
 
     def _act(self, caller: Caller, sequence: int, values: Any, wait_s: float, pull: Sequence[int] = ()) -> list[Any]:
-        """Apply an operation once, even if repeated, and then pull if requested."""
+        """Apply an operation once, even if it is repeated, and then pull if requested."""
         operation = Operation(caller.name, caller.identity, sequence, self._decoded(read_action(values)))
         self._log.machine.must_fit(operation)
         until = time.monotonic() + min(wait_s, MOST_WAIT_S)
@@ -223,7 +229,7 @@ class ParameterServer(Closing):
             return _as_list(reply)
         try:
             return [*_as_list(reply), *self._pull(caller, pull[0], pull[1], until - time.monotonic())]
-        except DeadlineError:  # the push is already answered; the client pulls separately
+        except DeadlineError:  # the push itself is answered, and the client pulls separately
             return _as_list(reply)
 
     def _decoded(self, action: Action) -> Action:
@@ -235,7 +241,7 @@ class ParameterServer(Closing):
         if self._decode is None or not set(names) <= specs.keys() or len(set(names)) < len(names):
             raise ServerRefused(
                 "server.coded_tensors_unowned",
-                "a push contains encoded tensors that this server does not own, or does not encode any",
+                "a push contains encoded tensors, but this server does not own these tensors or has no codec",
             )
         sizes = [math.prod(specs[name].shape) for name in names]
         parts = self._decode(coded, sum(sizes)).split(sizes)
@@ -275,7 +281,7 @@ class ParameterServer(Closing):
     def _pull_rows(
         self, caller: Caller, name: str, rows: Tensor | None, since: int, batches: int, wait_s: float
     ) -> list[Any]:
-        """Return the version, and requested sparse rows or all rows changed after `since`."""
+        """Return the version, and the requested sparse rows or all rows changed after `since`."""
         spec = self._log.machine.parameters.specs.get(name)
         if spec is None or not spec.sparse:
             raise ServerRefused(
@@ -308,12 +314,12 @@ class ParameterServer(Closing):
         """Contribute a tensor to a sum.
 
         Args:
-            numel: count of the tensor's numbers if it is encoded, else 0.
+            numel: count of the tensor's numbers if the tensor is encoded, otherwise 0.
         """
         if numel:
             if self._decode is None:
                 raise ServerRefused(
-                    "server.sum_coded", "a sum contains encoded tensors, but this server cannot decode any"
+                    "server.sum_coded", "a sum contains encoded tensors, but this server has no codec to decode them"
                 )
             tensor = self._decode(tensor, numel)
         total = self._sums.add(Place(*place), index, members, tensor, min(wait_s, _MOST_SUM_S))
@@ -345,7 +351,7 @@ class ParameterServer(Closing):
         wait_for(self._turn, readable, time.monotonic() + min(wait_s, MOST_WAIT_S))
 
     def _expect_members(self) -> None:
-        """Count members that do not connect to the new primary as absent."""
+        """Count members that do not connect to the new primary as lost."""
         for name, identity in self._log.machine.clients.members.items():
             self._service.presence.expect(Caller(name, identity, ""))
 
@@ -363,7 +369,7 @@ def _as_list(reply: Reply) -> list[Any]:
 
 
 _MOST_MEMBERS = 2**16
-_MOST_UNDER_WAY = 4096  # sums in progress
+_MOST_UNDER_WAY = 4096  # maximum number of sums in progress
 
 
 class Place(NamedTuple):
@@ -377,7 +383,7 @@ class Sums:
     """Sums over clients, which are neither stored nor replicated.
 
     Each client contributes a tensor and receives the sum. Tensors are added in the order of the clients' indices, so
-    the sum is the same in every run and bit-equal on all clients. The callers' threads wait and do the work.
+    the sum is the same in every run and bit-equal on all clients. The threads of the callers add the tensors.
     """
 
     def __init__(self) -> None:
@@ -388,7 +394,7 @@ class Sums:
         """Contribute a tensor, and wait for the sum.
 
         Raises:
-            ServerRefused: the tensor does not fit those of the other clients.
+            ServerRefused: the tensor differs in shape or dtype from the tensors of other clients.
             DeadlineError: some clients did not contribute in time; the error lists their indices. Repeat the call with
                 the same tensor.
         """
@@ -398,7 +404,7 @@ class Sums:
                 if not 0 < members <= _MOST_MEMBERS or len(self._under_way) >= _MOST_UNDER_WAY:
                     raise ServerRefused(
                         "server.too_many_sums",
-                        "a sum over {members} clients, in addition to {others} other sums, exceeds the limit",
+                        "a sum over {members} clients cannot start while {others} other sums are in progress",
                         members=members,
                         others=len(self._under_way),
                     )
@@ -423,13 +429,13 @@ class Sums:
             return held.total
 
     def _forget_before(self, place: Place) -> None:
-        """Drop sums of two steps ago. Members of a step have the sums of the previous step."""
+        """Remove sums of two steps ago. Members of a step already have the previous step's sums."""
         for old in [p for p in self._under_way if p.number < place.number - 1]:
             del self._under_way[old]
 
 
 class _Sum:
-    """One sum. A tensor is added as soon as all tensors of lower index were added."""
+    """One sum. A tensor is added as soon as all tensors with lower indices are added."""
 
     def __init__(self, members: int) -> None:
         self.members, self.total = members, None
@@ -440,11 +446,11 @@ class _Sum:
 
     @property
     def missing(self) -> list[int]:
-        """Indices that have not contributed."""
+        """Indices of the clients that have not contributed."""
         return [index for index in range(self._next, self.members) if index not in self._waiting]
 
     def take(self, index: int, members: int, tensor: Tensor) -> None:
-        """Take over the tensor of one client and its memory. Repeating this has no effect."""
+        """Take over the tensor of one client with its memory. A repeated call has no effect."""
         if members != self.members or not 0 <= index < members:
             raise ServerRefused(
                 "server.sum_members_differ",

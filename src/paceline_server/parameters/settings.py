@@ -31,7 +31,7 @@ class TensorSpec:
     """A named tensor.
 
     Attributes:
-        sparse: True if rows (along dimension 0) are pulled and pushed separately, and only the pushed rows are stepped.
+        sparse: True if rows (along dimension 0) are pulled and pushed separately. A step then changes only pushed rows.
     """
 
     name: str
@@ -75,17 +75,18 @@ class ServerSettings:
     """Settings that clients and servers of one model share.
 
     Attributes:
-        optimizer, schedule: keys of the job's `optimizer` and `schedule`. For deltas this is the outer optimizer;
-            `{"name": "sgd", "lr": 1.0}` adds them unchanged.
+        optimizer: keys of the job's `optimizer`. For deltas this is the outer optimizer; `{"name": "sgd", "lr": 1.0}`
+            adds deltas unchanged.
+        schedule: keys of the job's `schedule`.
         total_steps: number of steps, for a schedule that decays until the end.
-        staleness: number of global batches by which a ticket may run ahead of the applied ones; with inf, clients never
-            wait.
-        staleness_aware: divide the learning rate of a push that is tau steps old by max(1, tau); with tickets by
-            max(1, tau / pieces), because a global batch takes `pieces` steps.
+        staleness: number of global batches by which a ticket may run ahead of the applied batches; with inf, clients
+            never wait.
+        staleness_aware: True to divide the learning rate of a push that is tau steps old by max(1, tau). With tickets,
+            the divisor is max(1, tau / pieces), because a global batch takes `pieces` steps.
         pieces: number of tickets per global batch. With None the server deals no tickets, and accepts pushes in order
             of arrival.
         compress: codec of the dense gradients that clients push; `none` sends them uncoded.
-        most_members: largest number of members at the same time.
+        most_members: maximum number of members at the same time.
     """
 
     tensors: tuple[TensorSpec, ...]
@@ -108,7 +109,7 @@ class ServerSettings:
     def _problems(self) -> Iterator[str]:
         names = [spec.name for spec in self.tensors]
         if not names or len(set(names)) < len(names):
-            yield "name at least one tensor, and each once"
+            yield "name at least one tensor, and each tensor only once"
         if not self.staleness >= 0 or self.staleness % 1 > 0:
             yield f"staleness is 0, a number of global batches, or inf, not {self.staleness}"
         if self.pieces is not None and self.pieces < 1:
@@ -126,7 +127,7 @@ class ServerSettings:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Hash of the model and its optimizer. Clients with a different hash are refused."""
+        """Hash of the model and its optimizer. The server refuses clients with a different hash."""
         return _hash([[asdict(tensor) for tensor in self.tensors], self.optimizer])
 
     @cached_property
@@ -147,7 +148,7 @@ class Slice(NamedTuple):
     stop: int
 
     def cut(self, tensor: Tensor) -> Tensor:
-        """Return the rows of a tensor that the server owns."""
+        """Return the rows of a whole tensor that the server owns."""
         return tensor[self.first : self.stop] if tensor.dim() else tensor
 
 
@@ -169,7 +170,7 @@ def slices_of(settings: ServerSettings, servers: int) -> list[list[Slice]]:
     if servers < 1 or servers > len(units):
         raise ServerRefused(
             "server.too_many_servers",
-            "{servers} servers cannot share only {rows} rows of tensors. Use fewer.",
+            "{servers} servers cannot share {rows} rows of tensors. Use fewer servers.",
             servers=servers,
             rows=len(units),
         )

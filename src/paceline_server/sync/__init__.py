@@ -1,7 +1,7 @@
 """The sync rule `server`: replicas that push to parameter servers.
 
-`SERVER` describes the rule without importing torch; `server.py` implements its forms. If servers own the parameters,
-the workers' training loop is in `paceline_server/training`.
+`SERVER` describes the rule without importing torch; `server.py` implements the forms of the rule. If servers own the
+parameters, the training loop of the workers is in `paceline_server/training`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def _check(arguments: Mapping[str, Any]) -> str | None:
 
 
 def _variants(arguments: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Describe the server rule with a period, with a staleness, or with both."""
+    """Return descriptions of the rule with a period, with a staleness, and with both."""
     found: dict[str, Any] = {}
     if arguments["period"] > 1:
         found |= {

@@ -1,8 +1,9 @@
 """The forms of the sync rule `server` (Li et al., 2014).
 
-Without a staleness, servers sum the pushes of all replicas and return the sum: `ServerSums`, or with a period
-`ServerDeltas`. With a staleness (Ho et al., 2013), servers own the parameters and the optimizer, and step on every
-push. `Served` and `ServedDeltas` are then the worker's side, and `paceline_server/training` has the workers' loop.
+Without a staleness, servers sum the pushes of all replicas and return the sum (`ServerSums`, or with a period
+`ServerDeltas`). With a staleness (Ho et al., 2013), servers own the parameters and the optimizer, and take a step for
+every push. `Served` and `ServedDeltas` are then the worker's side, and `paceline_server/training` has the workers'
+loop.
 """
 
 from __future__ import annotations
@@ -46,10 +47,11 @@ class ServerSums(AllReduce):
 
     The result equals that of `allreduce`. If replicas are on several hosts, buckets are pushed during the backward
     pass. The servers are threads in the ranks of the first `servers` replicas, and each server sums a part of every
-    bucket. A server ends with its rank; if the rank is lost, the ranks of the next generation take over its part.
+    bucket. A server ends with its rank. If the rank is lost, the ranks of the next generation take over the server's
+    part.
 
     Args:
-        servers: number of servers. The other arguments are the same as for the other forms of the rule.
+        servers: number of servers.
         compress: codec of pushes. Sums are returned uncompressed.
     """
 
@@ -77,7 +79,7 @@ class ServerSums(AllReduce):
 
 
 class CodedSums:
-    """Sums on servers of tensors that ranks encode before pushing.
+    """Sums on servers for tensors that ranks encode before the push.
 
     The methods are the same as those of a `Compressor`.
     """
@@ -88,7 +90,7 @@ class CodedSums:
         self._code = Feedback(codec, seed=algorithm.group.rank, traffic=traffic)
 
     def sum(self, name: str, flat: Tensor, views: Sequence[Tensor]) -> None:
-        """Replace `flat` by its sum over the ranks. Values after the views are summed exactly."""
+        """Replace `flat` with its sum over the ranks. Values after the views are summed exactly."""
         numel = sum(view.numel() for view in views)
         with self.traffic.counting(self.algorithm.group, flat.nbytes):
             self.algorithm.coded_sum(name, flat, numel, self._code)
@@ -98,14 +100,14 @@ class CodedSums:
         return self._code.state_dict()
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Load what `state_dict` returned."""
+        """Load a state that `state_dict` returned."""
         self._code.load_state_dict(state)
 
 
 class ServerDeltas(DiLoCo):
     """Push the parameter change of `period` steps, and take the outer step.
 
-    The rule is `diloco` with sums on servers.
+    This is the rule `diloco` with sums on servers.
     """
 
     def __init__(
@@ -127,14 +129,14 @@ class ServerDeltas(DiLoCo):
 
 
 _LEAVE_S = 5.0
-_LOOK_S = 0.05  # interval of checks if the generation has ended
-_SUMS_OF_A_RANK = 2  # largest number of concurrent sums
+_LOOK_S = 0.05  # interval at which a wait checks if the generation has ended
+_SUMS_OF_A_RANK = 2  # maximum number of concurrent sums
 _Part = tuple[Tensor, Tensor | None]  # a tensor to sum in place, and the bytes to send instead
-_sockets = count()  # numbers of the sums of this process
+_sockets = count()  # numbers for the sums of this process
 
 
 class ServerSum(OwnAllReduce):
-    """An all-reduce through servers in threads of the group's first ranks.
+    """All-reduce through servers in threads of the group's first ranks.
 
     Each server sums a part of every tensor in rank order, so all ranks get bit-equal results.
 
@@ -160,10 +162,10 @@ class ServerSum(OwnAllReduce):
             self._held = held.pop_all()
 
     def all_reduce(self, tensor: Tensor, op: Op = "sum") -> None:
-        """Replace `tensor` on every rank by the sum or mean over the ranks.
+        """Replace `tensor` on every rank with the sum or mean over the ranks.
 
         Raises:
-            SyncError: a rank did not come, or a server is lost.
+            SyncError: a rank did not arrive, or a server is lost.
         """
         if op == "max":
             raise SyncError("server.no_maxima", "servers can compute sums and means, but not maxima")
@@ -177,7 +179,7 @@ class ServerSum(OwnAllReduce):
             tensor.detach().copy_(flat.view(tensor.shape))
 
     def coded_sum(self, name: str, flat: Tensor, numel: int, code: Feedback) -> None:
-        """Replace `flat` on every rank by its sum, with encoded pushes.
+        """Replace `flat` on every rank with its sum, with encoded pushes.
 
         The first `numel` numbers are encoded. Sums are returned uncompressed.
 
@@ -185,7 +187,7 @@ class ServerSum(OwnAllReduce):
             name: name of the tensor, for error feedback.
 
         Raises:
-            SyncError: a rank did not come, or a server is lost.
+            SyncError: a rank did not arrive, or a server is lost.
         """
         # servers add encoded numbers as fp32; numbers that are not finite are not encoded
         numbers = flat[:numel].to("cpu", torch.float32, copy=True)
@@ -214,7 +216,7 @@ class ServerSum(OwnAllReduce):
                 ) from error
             raise SyncError(
                 "server.sum_failed",
-                "rank {rank}: sum {number} on the servers: {error}",
+                "rank {rank}: sum {number} on the servers failed: {error}",
                 rank=self.group.rank,
                 number=number,
                 error=error,
@@ -247,7 +249,7 @@ class ServerSum(OwnAllReduce):
         task.wait()
 
     def _serve(self, group: Group, key: RunKey | None, servers: int) -> str:
-        """Serve in threads of this process, and return the address."""
+        """Start a server in threads of this process, and return its address."""
         where: tuple[str, int] | Path
         if group.spans_hosts:
             where = own_address(), 0
@@ -272,7 +274,7 @@ class ServerSum(OwnAllReduce):
 
 
 def _await_leave(server: ParameterServer) -> None:
-    """Wait a limited time for all clients to leave; they may still expect answers."""
+    """Wait a limited time until all clients leave, because they may still expect answers."""
     until = time.monotonic() + _LEAVE_S
     while server.callers and time.monotonic() < until and not generation_is_over():
         time.sleep(0.005)
@@ -293,7 +295,7 @@ def _settings(servers: int) -> ServerSettings:
 
 
 def _key_of(group: Group) -> RunKey | None:
-    """Return the run's key, which is needed if ranks are on several hosts.
+    """Return the run's key, which connections between hosts require; None within a host.
 
     Raises:
         LaunchError: this process has no key.
@@ -316,7 +318,7 @@ class Served(SyncRule):
     A worker's group contains only its own ranks, so it shares no collectives with other workers.
 
     Attributes:
-        has_servers: set by the workers' loop.
+        has_servers: True once the workers' loop has servers for this rule.
     """
 
     def __init__(self, **_: object) -> None:
@@ -347,8 +349,8 @@ class Served(SyncRule):
 class ServedDeltas(Served):
     """Train locally for a round of steps; the workers' loop pushes the change.
 
-    Servers take the outer step (DiLoCo: Douillard et al., 2023, arXiv:2311.08105) on each push. Between rounds a worker
-    keeps its optimizer's state.
+    Servers take the outer step (DiLoCo: Douillard et al., 2023, arXiv:2311.08105) on each push. Between rounds, a
+    worker keeps the state of its optimizer.
 
     Attributes:
         outer: state of the servers' optimizer at the last boundary, by parameter name. Set on the first worker.

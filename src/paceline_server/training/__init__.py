@@ -1,4 +1,5 @@
-"""Training with parameter servers: workers compute pieces of global batches at their own speed.
+"""Training with parameter servers: each worker computes pieces of global batches at its own speed.
 
-Read `loop` (the first worker, which also evaluates, saves and records), then `worker`. `run` starts each process.
+Read `loop` (the first worker, which also evaluates, saves and records), then `worker`. `run` is the entry point of
+each process.
 """

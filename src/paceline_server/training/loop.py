@@ -1,8 +1,8 @@
 """The first worker: computes pieces like all workers, and evaluates, saves and records.
 
-At a boundary, all earlier batches and no later ones are applied, so the state is that of an ordinary run. Boundaries
-are the steps at which the job evaluates or saves, times at which it saves by the clock or is stopped, and the end of
-the run.
+At a boundary, all earlier batches and no later batches are applied, so the state equals the state of an ordinary run.
+Boundaries are the steps at which the job evaluates or saves, the times at which it saves by the clock or is stopped,
+and the end of the run.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from paceline_server.parameters.client import ServerClient
 from paceline_server.training.pieces import next_boundary
 from paceline_server.training.worker import PartRecord, Worker
 
-BEGIN = "served/begin"  # key of the run's store: batches before the first round
+BEGIN = "served/begin"  # key of the run's store: number of batches before the first round
 _PROGRESS = "served/progress"  # key of the run's store: state for a restarted first worker
-_AHEAD_S = 2.0  # seconds of training that are dealt ahead, and so the longest reaction to a signal
-_FIRST_AHEAD = 16  # batches dealt ahead before their time is known
+_AHEAD_S = 2.0  # seconds of training that are dealt in advance, which is also the longest delay after a signal
+_FIRST_AHEAD = 16  # batches dealt in advance before the time of a batch is known
 
 
 class FirstWorker(Loop):
@@ -42,14 +42,14 @@ class FirstWorker(Loop):
         super().__init__(run, worker.engine, data, group)
         self.worker, self.client, self.store, self.workers = worker, worker.client, store, run.plan.dp
         self._share, self._why = worker.whole.share, ""
-        self._opened = 0  # number of batches that are dealt
+        self._opened = 0  # number of batches that may be dealt
         self._noted = 0  # the last boundary, from which this worker continues after a restart
         self._votes: dict[str, int] = {}
         self._last_written = time.monotonic()
         self._batch_s: float | None = None
 
     def begin(self) -> str | None:
-        """Begin or resume the run, or continue it if this worker was restarted."""
+        """Begin or resume the run, or continue the run if this worker was restarted."""
         found = json.loads(self.store.get(_PROGRESS)) if self.store.check([_PROGRESS]) else None
         if (progress := self._share(found)) is not None:
             return self._return(progress)
@@ -124,7 +124,7 @@ class FirstWorker(Loop):
             self._write()
 
     def _open(self, boundary: int) -> None:
-        """Allow more batches, unless other work is due first."""
+        """Allow further batches, unless other work is due first."""
         self._boundary_reached = False
         if self.client is None or self._votes or self._opened >= boundary:
             return
@@ -136,7 +136,7 @@ class FirstWorker(Loop):
             self.client.open(rounds.until(wanted), rounds.until(self._noted))
 
     def _reached(self, boundary: int) -> bool:
-        """True if all dealt batches are applied, and no more may be dealt."""
+        """Return True if all dealt batches are applied, and no further batches may be dealt."""
         return self._boundary_reached and (bool(self._votes) or self._opened >= boundary)
 
     def _next_boundary(self) -> int:
@@ -150,10 +150,10 @@ class FirstWorker(Loop):
         self.engine.loader.load_state_dict(self.position_after(step))
 
     def ending(self, result: StepResult) -> str | None:
-        """Reason why the run ends at a boundary, on all ranks of this worker.
+        """Return why the run ends at a boundary, on all ranks of this worker.
 
-        The first rank knows the losses of all batches before the boundary. The earliest batch that ends the run gives
-        the reason.
+        The first rank knows the losses of all batches before the boundary. If several batches end the run, the reason
+        of the earliest batch is returned.
         """
         reason = super().ending(result)
         return cast("str | None", self._share(self._why or reason))
@@ -161,23 +161,23 @@ class FirstWorker(Loop):
     # Record
 
     def _last_of(self, step: int) -> StepInfo:
-        """Return the last batch before a boundary, after writing all others."""
+        """Write the record of all batches before a boundary, and return the last batch."""
         info = (self._write(step) or self._told(step, [], 0.0)) if self.client is not None else None
         told = self._share(None if info is None else info.as_json())
         return info or StepInfo.from_json(told)
 
     def _write(self, until: int | None = None) -> StepInfo | None:
-        """Write the lines of fully applied batches, and return the last batch.
+        """Write the record of fully applied batches, and return the last one; None without any.
 
         Args:
-            until: the current boundary, or None between boundaries, when there may be no batches to write.
+            until: the current boundary; None between boundaries.
         """
         assert self.client is not None
         if until is None and time.monotonic() - self._last_written < _WRITE_S:
             return None
         if not (found := self._applied.whole(self.client)):
             return None
-        # taken after reading, so that the ends of batches do not precede those already written
+        # read after the records, so that no batch ends before a batch that is already written
         now, ended_at = time.monotonic(), time.time()
         passed_s, self._last_written = now - self._last_written, now
         self._batch_s, info = passed_s / len(found), None
@@ -222,11 +222,11 @@ class FirstWorker(Loop):
         self.store.set(_PROGRESS, json.dumps(progress).encode())
 
 
-_WRITE_S = 0.2  # interval of reading the records of pieces
+_WRITE_S = 0.2  # interval at which the records of pieces are read
 
 
 class AppliedBatches:
-    """Batches, assembled from the records of applied pieces.
+    """Batches that are assembled from the records of applied pieces.
 
     Args:
         pieces: number of pieces per batch.
@@ -241,7 +241,7 @@ class AppliedBatches:
         self._known: defaultdict[int, dict[int, PartRecord]] = defaultdict(dict)
 
     def whole(self, client: ServerClient) -> list[tuple[int, list[PartRecord]]]:
-        """Return batches whose pieces are all applied, in order, each once."""
+        """Return the batches whose pieces are all applied, in order, and each batch only once."""
         self._number, found = client.records(self._number)
         for ticket, record in found:
             for part in msgspec.convert(record, list[PartRecord]):

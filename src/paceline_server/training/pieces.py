@@ -1,4 +1,4 @@
-"""Pieces and rounds of global batches that servers deal to workers."""
+"""Pieces and rounds of global batches, which servers deal to workers."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ class Pieces:
     """Samples of each piece, which equals a replica's share in synchronous training.
 
     Args:
-        like: a partition of the whole data.
-        pieces: number of pieces of a global batch.
-        data_rank, data_ranks: index and number of the worker's ranks that compute different samples of a piece.
+        like: partition of the whole data.
+        pieces: number of pieces per global batch.
+        data_rank: index of this rank among the worker's ranks that compute different samples of a piece.
+        data_ranks: number of these ranks.
     """
 
     def __init__(self, job: Job, like: Partition, pieces: int, data_rank: int = 0, data_ranks: int = 1) -> None:
@@ -59,13 +60,13 @@ class Rounds:
     """Rounds of `period` consecutive global batches, or fewer before a boundary.
 
     Args:
-        begin: the global batch with which round 0 begins.
-        boundary: function that returns the next boundary after a number of batches.
+        begin: first global batch of round 0.
+        boundary: function that returns the next boundary after a given number of global batches.
     """
 
     def __init__(self, period: int, begin: int, boundary: Callable[[int], int]) -> None:
         self.period, self._boundary = period, boundary
-        self._begins = [begin]  # bounds of each requested round
+        self._begins = [begin]  # first batch of each requested round, and of the next round
 
     def batches(self, number: int) -> range:
         """Return the global batches of a round."""
@@ -85,13 +86,13 @@ class Rounds:
         return bisect_left(self._begins, batch)
 
     def whole(self, batch: int) -> int:
-        """Return the first end of a round at or after a number of global batches."""
+        """Return the first end of a round at or after this number of global batches."""
         rounds = self.until(batch)
         return self.batches(rounds - 1).stop if rounds else self._begins[0]
 
 
 def next_boundary(job: Job, epoch_steps: int, total_steps: int | None, step: int) -> int:
-    """Return the next step with an evaluation, a checkpoint or the end."""
+    """Return the next step with an evaluation or a checkpoint, or the last step."""
     measured = job.evaluate.every_steps or job.evaluate.every_epochs * epoch_steps
     every = [n for n in (measured, job.checkpoint.every_steps) if n is not None]
     due = [(step // n + 1) * n for n in every]

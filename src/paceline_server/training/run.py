@@ -49,9 +49,9 @@ from paceline_server.training.whole import Whole
 from paceline_server.training.worker import Worker
 
 SETTINGS, ENDED, ADDRESS = "served/settings", "served/ended", "served/address"  # keys of the run's store
-_LOOK_S = 0.02  # interval of checks if a boundary has ended
-_START_S = 300.0  # time for the first worker and the servers to start; the launcher monitors each of them
-_DEALT_AGAIN_S = 2 * GRACE_S  # time from the end of a hanging worker until another worker has its piece
+_LOOK_S = 0.02  # interval at which a worker checks if a boundary has ended
+_START_S = 300.0  # time in which the first worker and the servers must start; the launcher monitors each process
+_DEALT_AGAIN_S = 2 * GRACE_S  # time after the end of a hanging worker until another worker gets the piece
 _ALIVE_S = 0.25  # interval of a server's heartbeat and of its membership check
 
 
@@ -94,7 +94,7 @@ def _serve(run: Run, store: StoreClient, environment: RankEnvironment) -> None:
         assert environment.status_file is not None
         folder, generation = environment.status_file.parent, Generation(-1, ())
         while not server.ended.wait(_ALIVE_S):
-            # "done" is limited by the deadline only, and signals do not affect it
+            # only the deadline limits the wait for "done"; signals do not end this wait
             board.mark("done", 0)
             if board.current_generation != generation.number and (found := announced(folder, board.current_generation)):
                 generation = found
@@ -102,9 +102,9 @@ def _serve(run: Run, store: StoreClient, environment: RankEnvironment) -> None:
 
 
 def _vacate(store: StoreClient, views: Views, number: int) -> None:
-    """Remove a lost predecessor of this process as a server's only primary.
+    """Remove a lost predecessor that is recorded as the server's only primary.
 
-    Otherwise both processes of the server would wait for the predecessor forever. This happens only before the run
+    Otherwise both processes of the server would wait for this predecessor forever. This happens only before the run
     begins, when no parameters can be lost.
     """
     key = f"{ADDRESS}/{number}"
@@ -166,7 +166,7 @@ def _work(run: Run, store: StoreClient, environment: RankEnvironment) -> None:
 
 def _work_until(worker: Worker, leaves: threading.Event, ended: Callable[[], bool]) -> None:
     """Compute pieces, and wait for the first worker at boundaries."""
-    with stop_signals(lambda name: None):  # the first worker ends the run, for all
+    with stop_signals(lambda name: None):  # the first worker ends the run for all workers
         while not worker.whole.share(leaves.is_set()):
             if worker.advance() is None:
                 if worker.whole.share(ended()):
@@ -178,7 +178,8 @@ def _work_until(worker: Worker, leaves: threading.Event, ended: Callable[[], boo
 def _own_group(run: Run, environment: RankEnvironment, worker: int) -> Iterator[Group]:
     """Form the group of this worker's ranks.
 
-    The ranks start together, even after one was lost: the launcher then ends the others, and this call waits for that.
+    The ranks start together, even after one rank was lost: the launcher then ends the other ranks, and this call waits
+    for their end.
     """
     size, deadline_s = run.plan.ranks // run.plan.dp, _patience_s(run)
     if size == 1:
@@ -241,9 +242,9 @@ def _view_key(part: int) -> str:
 
 
 def _patience_s(run: Run) -> float:
-    """Return the longest wait for a piece of another worker.
+    """Return the longest wait for a piece that another worker computes.
 
-    The launcher monitors that worker, allows the deadline for each of its steps, and restarts it if it hangs.
+    The launcher monitors the other worker, allows the deadline for each step, and restarts the worker if it hangs.
     """
     return SyncSpec.parse(run.plan.sync).period * run.job.deadline_s + _DEALT_AGAIN_S
 
@@ -257,16 +258,16 @@ def _key_and_place(environment: RankEnvironment) -> tuple[RunKey | None, tuple[s
     return None, environment.error_file.with_name(f"server-{os.getpid()}")
 
 
-# keys of a schedule in global batches; servers count pushes
+# keys of a schedule that count global batches; servers count pushes instead
 _COUNTED = ("warmup_steps", "decay_steps")
 
 
 def settings_of(job: Job, plan: Plan, tensors: tuple[TensorSpec, ...], total_steps: int | None) -> ServerSettings:
     """Return the settings of a run's servers, which own these tensors.
 
-    A push is the mean gradient of a piece. It counts for the piece's share of the global batch, so its learning rate is
-    the job's divided by `pieces`. With a period, a push is a parameter change, and the optimizer is the outer
-    optimizer.
+    A push is the mean gradient of a piece. Its weight is the piece's share of the global batch, so the learning rate is
+    the job's learning rate divided by `pieces`. With a period, a push is a parameter change, and the optimizer is the
+    outer optimizer.
     """
     pieces, spec = plan.dp, SyncSpec.parse(plan.sync)
     staleness = float(spec.arguments["staleness"])
@@ -286,8 +287,8 @@ def settings_of(job: Job, plan: Plan, tensors: tuple[TensorSpec, ...], total_ste
 def _outer(pieces: int, arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Scale the outer optimizer to step on every push instead of once per round.
 
-    The pushes of a round together decay the momentum as much as one outer step, and a constant change moves the
-    parameters by the same distance.
+    The pushes of a round together decay the momentum as much as one outer step. A constant change moves the parameters
+    as far as in one outer step.
     """
     decay = arguments["momentum"] ** (1 / pieces)
     rate = arguments["lr"] / pieces * (1 - decay) / (1 - arguments["momentum"])
@@ -295,7 +296,7 @@ def _outer(pieces: int, arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _of_gradients(job: Job, pieces: int, total_steps: int | None) -> dict[str, Any]:
-    """Return the job's optimizer, schedule and number of steps, for pushes of gradients."""
+    """Return the job's optimizer, schedule and number of steps, scaled to pushes of gradients."""
     optimizer = job.optimizer.model_dump(exclude_defaults=True) | {"lr": job.optimizer.lr / pieces}
     schedule = job.schedule.model_dump(exclude_defaults=True)
     schedule |= {key: schedule[key] * pieces for key in _COUNTED if schedule.get(key)}
@@ -308,7 +309,7 @@ def _of_gradients(job: Job, pieces: int, total_steps: int | None) -> dict[str, A
 def tensors_of(model: nn.Module, whole: Whole, period: int) -> tuple[TensorSpec, ...]:
     """Return the tensors of a worker's model that servers own.
 
-    If the model is divided, or with a period, embedding tables are dense.
+    Embedding tables are sparse, except if the model is divided or the rule has a period.
 
     Raises:
         ServerRefused: servers do not support the type of a parameter.
@@ -326,5 +327,5 @@ def written(settings: ServerSettings) -> bytes:
 
 
 def read(text: bytes) -> ServerSettings:
-    """Read settings that `written` returned."""
+    """Read settings from the JSON that `written` returned."""
     return msgspec.convert(json.loads(text), ServerSettings)

@@ -1,4 +1,4 @@
-"""Whole tensors of a worker whose ranks hold parts of the model.
+"""Whole tensors of a worker whose ranks have parts of the model.
 
 Servers own whole tensors, so the workers of one run may divide the model differently. The first rank of a worker
 connects to the servers. The other ranks send it their parts, and receive their parts of pulled tensors.
@@ -19,7 +19,7 @@ _HOST = torch.device("cpu")
 
 
 class _Held(NamedTuple):
-    """Part of a tensor on one rank. `first`: no lower rank holds the same part."""
+    """Part of a tensor on one rank. `first` is True if no lower rank has the same part."""
 
     name: str
     layout: ShardLayout
@@ -28,9 +28,9 @@ class _Held(NamedTuple):
 
 
 class Whole:
-    """Gathers parts on the worker's first rank, and distributes its tensors.
+    """Collector of parts on the worker's first rank, which also distributes its tensors.
 
-    All ranks call each method.
+    All ranks of the worker must call each method.
 
     Args:
         group: the worker's ranks.
@@ -39,7 +39,8 @@ class Whole:
 
     Attributes:
         divides: True if there is more than one rank.
-        shapes, dtypes: shapes and dtypes of all tensors of the worker.
+        shapes: shapes of all tensors of the worker.
+        dtypes: dtypes of all tensors of the worker.
     """
 
     def __init__(self, group: Group, parameters: Mapping[str, Tensor], parts: Mapping[str, Part]) -> None:
@@ -61,7 +62,7 @@ class Whole:
     def gather(self, parts: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
         """Gather whole tensors from the ranks' parts; only the first rank returns them.
 
-        A tensor without any part is left out. Missing parts of other tensors are zeros.
+        The result omits tensors without any part. Missing parts of other tensors are zeros.
         """
         rank = self.group.rank
         if not self.divides:

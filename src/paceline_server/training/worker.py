@@ -1,6 +1,6 @@
 """A worker: takes a piece, pushes its gradient, and takes the next piece.
 
-A worker is one rank, or several ranks that share the model. In the latter case, only the first rank connects to the
+A worker is one rank, or several ranks that share the model. With several ranks, only the first rank connects to the
 servers (`whole.py`).
 """
 
@@ -27,7 +27,7 @@ from paceline_server.training.whole import Whole
 class PartRecord(msgspec.Struct, array_like=True, frozen=True):
     """Record of a worker's part of a global batch.
 
-    The server that applies the part keeps the record. Without samples, loss and norm are None.
+    The server that applies the part stores the record. If the part has no samples, loss and norm are None.
     """
 
     batch: int
@@ -37,14 +37,15 @@ class PartRecord(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Worker:
-    """A worker with its own engine and group. All of its ranks call each method.
+    """Worker with its own engine and group. All ranks of the worker call each method.
 
     Args:
-        client: this worker's connections to the servers; None except on its first rank.
-        rounds: called when the first ticket arrives, or when parameters are set initially.
+        client: this worker's connections to the servers on its first rank; None on other ranks.
+        rounds: function that returns the rounds. It is called when the first ticket arrives, or when the initial
+            parameters are set.
 
     Attributes:
-        whole: gathers the parts of the worker's ranks.
+        whole: collector of the parts of the worker's ranks.
     """
 
     def __init__(
@@ -71,7 +72,10 @@ class Worker:
             here = whole.shapes.items() if client is not None else ()
             self.values = {name: torch.empty(shape, dtype=whole.dtypes[name]) for name, shape in here}
         self._rows = [spec.name for spec in client.settings.tensors if spec.sparse] if client is not None else []
-        self._fresh, self._has = False, 0  # True if the last push returned parameters; batches in them
+        self._fresh, self._has = (
+            False,
+            0,
+        )  # True if the last push returned parameters; number of batches in these parameters
         self._next: Ticket | None = None  # ticket dealt with the last push
 
     @cached_property
@@ -80,7 +84,7 @@ class Worker:
         return self._rounds()
 
     def advance(self) -> list[StepResult] | None:
-        """Compute and push the next piece, a part of each global batch of its round.
+        """Compute and push the next piece: a part of each global batch in a round.
 
         Returns:
             The results of this worker's steps, or None if all batches up to the boundary are applied.
@@ -101,7 +105,7 @@ class Worker:
             return client.take()
 
     def pull(self, at_least: int = 0) -> None:
-        """Pull changed parameters as soon as a number of global batches is applied."""
+        """Wait until `at_least` global batches are applied, and pull changed parameters."""
         if self.client is not None:
             self.client.pull(self.values, at_least=at_least)
             self._pull_rows(self.client, at_least)
@@ -133,7 +137,7 @@ class Worker:
     def _computed(self, ticket: Ticket, *, pulls: bool) -> list[StepResult]:
         batches = self.rounds.batches(ticket.batch)
         if pulls:
-            self.pull(ticket.needs)  # still in the phase "sync", because this may wait for other workers
+            self.pull(ticket.needs)  # the phase is still "sync", because the pull may wait for other workers
         self.engine.on_phase("data", batches.start + 1)
         before = self._copied() if self._alone else {}
         parts = [self._step(batch, ticket.piece) for batch in batches]
@@ -145,7 +149,7 @@ class Worker:
             gradients = {name: p.grad for name, p in self.trained.items()}
             self._push(ticket, self.whole.gather(gradients), record)
         elif self.client is not None:
-            # no samples, or non-finite numbers that the job skips
+            # the piece has no samples, or non-finite numbers that the job skips
             self.client.push({}, ticket=ticket, record=record)
         return results
 
@@ -166,7 +170,7 @@ class Worker:
     def _change_since(self, before: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the change of the parameters, on the first rank only.
 
-        The parameters are reset, in case the servers refuse the push and send no new ones.
+        The parameters are reset, because the servers may drop the push and send no new parameters.
         """
         change = {name: value - before[name] for name, value in self.whole.gather(self.trained).items()}
         for name, value in self.values.items():
@@ -179,7 +183,8 @@ class Worker:
             pushed = self.client.push(tensors, self.values, ticket=ticket, delta=self._alone, take=True, record=record)
             self._next = pushed.next
             if self._next is not None and len(self.client.lines) == 1:
-                # dealt before the parameters were read, so they include the batches that it needs
+                # the ticket was dealt before the parameters were read, so they include the batches that the ticket
+                # needs
                 self._has = max(self._has, self._next.needs)
             self._pull_rows(self.client)
         self._spread()
@@ -235,7 +240,7 @@ class Worker:
 
 
 def _numbers_of(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the numbers in an optimizer's state; None for tensors divided like their parameter."""
+    """Return the numbers in an optimizer's state, with None for tensors divided like their parameter."""
     told: dict[str, Any] = {}
     for key, value in state.items():
         if isinstance(value, Tensor):
@@ -317,7 +322,7 @@ def for_servers(trained: TrainedState, settings: ServerSettings, servers: int, b
 
 
 def _together(whole: Tensor, parts: list[tuple[Slice, Any]]) -> Any:
-    """Join one value of an optimizer's state; the first server's if not divided."""
+    """Join one value of an optimizer's state; an undivided value is the first server's."""
     piece, first = parts[0]
     if not isinstance(first, Tensor) or first.shape != piece.cut(whole).shape:
         return first
