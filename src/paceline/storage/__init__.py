@@ -1,4 +1,4 @@
-"""Files in object stores: `url.py` reads URLs, `store.py` moves objects and keeps copies.
+"""Files in object stores: `url.py` checks URLs, `store.py` transfers objects and caches copies.
 
-Everything goes through fsspec, which is imported when the first URL is used.
+All transfers use fsspec, which is imported with the first URL.
 """

@@ -1,7 +1,7 @@
-"""Objects under a URL: list, read, write and fetch; and copies of a job's files.
+"""Objects under a URL: list, read, write and fetch; local copies of a job's files.
 
-fsspec transfers the data. Its various errors become a StorageError with a remedy, and stalled connections are closed.
-For a file that a job names by URL, one copy per version is kept.
+fsspec transfers the data. Its errors are converted to StorageErrors, and stalled connections are closed. For each file
+that a job names by URL, one copy per version is cached.
 """
 
 from __future__ import annotations
@@ -48,25 +48,25 @@ from paceline.storage.url import (
 )
 from paceline.text import printable
 
-STALL_S = 120.0  # seconds without a byte after which a connection counts as lost
-PART_BYTES = 5 << 20  # minimum part of S3; each part must be transferred within `STALL_S`
-_MOST_PARTS = 9000  # S3 allows 10,000
+STALL_S = 120.0  # seconds without a transferred byte after which a connection counts as lost
+PART_BYTES = 5 << 20  # S3's minimum part size; each part must be transferred within `STALL_S`
+_MOST_PARTS = 9000  # S3 allows at most 10,000 parts
 _TRIES, _FIRST_PAUSE_S = 4, 0.5  # attempts for each part of a download
 _VERSION_KEYS = ("ETag", "etag", "md5Hash", "LastModified", "mtime")
 
 
 @dataclass(frozen=True)
 class Entry:
-    """An object: its size in bytes, and a text that changes with its content."""
+    """An object's size in bytes, and a version string that changes with its content."""
 
     size: int
     version: str
 
 
 class Store:
-    """Objects under a URL, which acts as a folder.
+    """Objects under a URL, like files in a folder.
 
-    Names are relative to the URL. All methods raise StorageError, and may be called from several threads.
+    Names are relative to the URL. All methods may raise StorageError, and are thread-safe.
 
     Attributes:
         progress_at: time of the last transferred byte or answer (monotonic seconds).
@@ -78,7 +78,7 @@ class Store:
         self.stall_s = stall_s
         self.progress_at = time.monotonic()
         try:
-            # A new instance, without cached listings.
+            # Create a new instance, because fsspec's cached instance may have outdated listings.
             self._files: Any = filesystem(self.protocol, skip_instance_cache=True, **_options(self.protocol))
         except (ImportError, ValueError) as error:
             raise StorageError(
@@ -91,7 +91,7 @@ class Store:
         self._root = str(self._files._strip_protocol(self.url)).rstrip("/")
 
     def make(self) -> None:
-        """Make a folder that is private to its owner, for a URL of local files."""
+        """For a `file://` URL, create the folder with access for its owner only."""
         if (path := local_path(self.url)) is not None:
             try:
                 private_folder(path)
@@ -99,7 +99,7 @@ class Store:
                 raise self._explained(error, self.url) from error
 
     def list(self, under: str = "") -> dict[str, Entry]:
-        """List all objects below `under` by name; empty if there are none."""
+        """Return all objects below `under` by name; empty if there are none."""
         found = self._call("find", self._path(under), detail=True)
         below = f"{self._root}/"
         return {
@@ -135,10 +135,10 @@ class Store:
         return bytes(self._call("cat_file", self._path(name))) if about.size else b""
 
     def create(self, name: str, content: bytes) -> bool:
-        """Write a new object; return False if one of that name exists.
+        """Write a new object; return False if the name already exists.
 
-        If several processes try concurrently, one succeeds, on stores with conditional writes (S3, Google, local
-        files).
+        If several processes call this concurrently, exactly one succeeds. This requires a store with conditional
+        writes, such as S3, Google Cloud Storage or local files.
         """
         try:
             self._call("pipe_file", self._path(name), content, mode="create")
@@ -149,11 +149,11 @@ class Store:
         return True
 
     def write(self, name: str, content: bytes) -> None:
-        """Create or replace an object. Readers see the old or the new content."""
+        """Create or replace an object; readers see either the old or the new content."""
         self._replace(name, lambda path: self._call("pipe_file", path, content))
 
     def upload(self, file: Path, name: str) -> None:
-        """Write a file's content to an object, like `write`.
+        """Upload a file to an object, with the guarantee of `write`.
 
         Raises:
             FileNotFoundError: the file does not exist.
@@ -164,7 +164,7 @@ class Store:
         self._replace(name, lambda path: self._call("put_file", str(file), path, **more))
 
     def _replace(self, name: str, put: Callable[[str], object]) -> None:
-        """Write an object atomically: in folders, the file is renamed at the end."""
+        """Write an object atomically; local files are renamed at the end."""
         path = self._path(name)
         if self._asynchronous:
             put(path)
@@ -184,13 +184,13 @@ class Store:
     def fetch(
         self, name: str, into: Path, moved: Callable[[int], None] = lambda _: None, *, sha256: str | None = None
     ) -> Entry:
-        """Copy an object into a new private file.
+        """Download an object into a new private file.
 
-        The length is verified, and the object must not change meanwhile.
+        The download fails if its length is wrong, or if the object changes meanwhile.
 
         Args:
-            moved: called with the bytes of each part.
-            sha256: expected hash of the content, in hex.
+            moved: function that is called with the number of bytes of each part.
+            sha256: expected SHA-256 of the content, in hex.
         """
         shown = f"{self.url}/{name}".rstrip("/")
         about = self.about(name)
@@ -213,7 +213,7 @@ class Store:
             into.unlink()
             raise StorageError(
                 "storage.altered",
-                "{url} was altered: its SHA-256 differs from the one that is stored beside it",
+                "{url} was altered. Its SHA-256 differs from the recorded SHA-256",
                 url=shown,
             )
         return about
@@ -273,14 +273,14 @@ class Store:
             future.cancel()
 
     def _explained(self, error: Exception, path: str) -> StorageError:
-        """Describe a store's error of any class."""
+        """Convert any error of a store to a StorageError."""
         shown = f"{self.protocol}://{path}" if path.startswith(self._root) else self.url
         code = str(getattr(error, "response", {}).get("Error", {}).get("Code", "")) or type(error).__name__
         first = _first_line(error)
         if "Credential" in type(error).__name__:
             return StorageError(
                 "storage.no_credentials",
-                "{url}: no credentials were found. They were searched in {credentials}.",
+                "{url}: no credentials were found in {credentials}.",
                 url=shown,
                 credentials=credentials_of(self.protocol),
                 denied=True,
@@ -319,7 +319,7 @@ class _Moved(Callback):
         self.store = store
 
     def relative_update(self, inc: int = 1) -> None:
-        """See fsspec; called for each part."""
+        """Record progress; fsspec calls this for each part."""
         super().relative_update(inc)
         self.store.progress_at = time.monotonic()
 
@@ -352,23 +352,24 @@ def _entry(about: dict[str, Any]) -> Entry:
 
 Say = Callable[[str], object]
 TELL_EVERY_S = 5.0
-_AT_ONCE = 4  # files of a folder fetched concurrently
-_UNUSED_S = 30 * 86_400.0  # age at which an old version is removed when a new one is fetched
+_AT_ONCE = 4  # number of a folder's files that are downloaded concurrently
+_UNUSED_S = 30 * 86_400.0  # seconds without use after which a version is removed when a new version is fetched
 _VERSION = re.compile(r"\d+-[0-9a-f]{20}")
 
 
 def to_stderr(line: str) -> None:
-    """Print a progress line for the user."""
+    """Print a line to stderr."""
     print(printable(line), file=sys.stderr, flush=True)
 
 
 def fetched(url: str, say: Say = to_stderr) -> Path:
-    """Return a copy of the store's version of a file or folder, fetched if missing.
+    """Return a local copy of the newest version of a file or folder.
 
-    If several processes of a host call this concurrently, one fetches and the others wait.
+    The version is downloaded if the cache lacks it. If several processes of a host call this concurrently, one
+    downloads and the others wait.
 
     Raises:
-        StorageError: the object does not exist or cannot be read, or the disk is too small.
+        StorageError: the object does not exist or cannot be read, or the disk has too little space.
     """
     store = Store(url)
     if (path := local_path(store.url)) is not None:
@@ -396,12 +397,13 @@ def fetched(url: str, say: Say = to_stderr) -> Path:
 
 
 def at_hand(url: str, say: Say = to_stderr) -> Path:
-    """Return the copy that the run reads, or else the newest copy, fetched if missing.
+    """Return the cached copy that the run uses, or the newest cached copy.
 
-    All ranks of a run read the same version, and do not look for a newer one.
+    The file is downloaded if the cache lacks it. All ranks of a run use the same version, and do not check for a newer
+    version.
 
     Raises:
-        StorageError: as for `fetched`, or the store's version has changed since the run began.
+        StorageError: see `fetched`; or the file has changed in the store since the run began.
     """
     url = checked_url(url)
     home = cache_folder() / "data" / cache_name(url)
@@ -427,12 +429,12 @@ def at_hand(url: str, say: Say = to_stderr) -> Path:
 
 
 def version_of(copy: Path) -> str:
-    """Return the version of a fetched copy."""
+    """Return the version of a local copy."""
     return copy.parent.name
 
 
 def _remove_unused(home: Path) -> None:
-    """Remove complete or partial versions with which no run has begun for a long time."""
+    """Remove complete and partial versions that no run has used for 30 days."""
     for folder in home.iterdir():
         is_version = _VERSION.fullmatch(folder.name.removeprefix("."))
         if is_version and time.time() - folder.stat().st_mtime > _UNUSED_S:
@@ -453,7 +455,7 @@ def _contents(store: Store) -> dict[str, Entry]:
 
 
 def _version(contents: dict[str, Entry]) -> str:
-    """Name a version by its bytes, and a hash of all names, sizes and versions."""
+    """Return a version's name: its total bytes, and a hash of names, sizes and versions."""
     listed = sorted((name, entry.size, entry.version) for name, entry in contents.items())
     return f"{_bytes(contents)}-{hashlib.sha256(json.dumps(listed).encode()).hexdigest()[:20]}"
 
@@ -461,9 +463,9 @@ def _version(contents: dict[str, Entry]) -> str:
 def _fetch(
     store: Store, contents: dict[str, Entry], home: Path, version: str, say: Say, alive: Callable[[], None]
 ) -> None:
-    """Fetch a version into a folder, which is renamed when complete.
+    """Download a version into a temporary folder, which is renamed when complete.
 
-    Complete files of an earlier attempt are kept.
+    Complete files of an earlier attempt are reused.
     """
     partial = home / f".{version}"
     private_folder(partial)
@@ -513,7 +515,7 @@ def _fetch_one(store: Store, name: str, into: Path, entry: Entry, progress: _Pro
 
 
 class _Progress:
-    """Progress counter of several threads, which reports every few seconds."""
+    """Download progress of several threads, reported every few seconds."""
 
     def __init__(self, url: str, total: int, say: Say, alive: Callable[[], None]) -> None:
         self.url, self.total, self.say, self.alive = url, total, say, alive
@@ -531,10 +533,12 @@ class _Progress:
 
 @contextmanager
 def _only_one(file: Path, store: Store, say: Say) -> Iterator[Callable[[], None]]:
-    """Hold the lock of a URL's copies. The yielded value shows progress to other processes.
+    """Lock the cached copies of a URL within this context.
+
+    Call the yielded function regularly, to show waiting processes that the download makes progress.
 
     Raises:
-        StorageError: another process holds the lock without progress.
+        StorageError: another process holds the lock, but makes no progress.
     """
     fd = open_to_append(file)
     try:
@@ -546,7 +550,7 @@ def _only_one(file: Path, store: Store, say: Say) -> Iterator[Callable[[], None]
             if time.time() - os.fstat(fd).st_mtime > 2 * STALL_S:
                 raise StorageError(
                     "storage.locked",
-                    "another process on this host holds the lock {file}, but downloads nothing. End it.",
+                    "another process on this host holds the lock {file}, but downloads nothing. End that process.",
                     file=file,
                 )
             time.sleep(0.2)

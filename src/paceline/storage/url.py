@@ -1,4 +1,4 @@
-"""URLs of files and folders: `s3://bucket/name`, `gs://…`, `file:///…`, any protocol that fsspec knows."""
+"""URLs of files and folders, with any protocol of fsspec: `s3://bucket/name`, `gs://…`, `file:///…`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TypeGuard
 from paceline.errors import StorageError
 from paceline.text import nearest
 
-DATA_VERSIONS = "PACELINE_DATA"  # environment variable of a rank: versions of its data by URL, as JSON
+DATA_VERSIONS = "PACELINE_DATA"  # environment variable of ranks: the versions of the job's files by URL, as JSON
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
 _USER = re.compile(r"//[^/@\s]*@")
 _OF_ONE_PROCESS = ("memory",)
@@ -19,16 +19,16 @@ _WITHOUT_BUCKET = ("file", "local")
 
 
 def is_url(what: object) -> TypeGuard[str]:
-    """True if text begins with a protocol such as `s3://`."""
+    """Return True if a string begins with a protocol such as `s3://`."""
     return isinstance(what, str) and _URL.match(what) is not None
 
 
 def checked_url(text: str) -> str:
-    """Check a URL, which may then be recorded, and strip trailing slashes.
+    """Check that a URL is valid and has no secrets; return it without trailing slashes.
 
     Raises:
-        StorageError: the URL contains a user, a password or a query, or is incomplete, or its protocol does not exist
-            or is not reachable from other processes.
+        StorageError: the URL contains a user, a password or a query, or is incomplete. Or its protocol is unknown, or
+            not reachable from other processes.
     """
     match = _URL.match(text)
     if match is None:
@@ -40,7 +40,7 @@ def checked_url(text: str) -> str:
     if "@" in rest.partition("/")[0]:
         raise StorageError(
             "storage.url_with_user",
-            "{url}: the URL contains a user, and URLs are written into records. Leave the user out, and provide "
+            "{url}: the URL contains a user, but URLs are written into records. Remove the user, and provide "
             "{credentials}.",
             url=shown,
             credentials=credentials_of(protocol),
@@ -48,7 +48,7 @@ def checked_url(text: str) -> str:
     if "?" in rest or "#" in rest:
         raise StorageError(
             "storage.url_with_secret",
-            "{url}: a URL with ? or # may contain a secret, and URLs are written into records. Name only the "
+            "{url}: a URL with ? or # may contain a secret, but URLs are written into records. Name only the "
             "object, and provide {credentials}.",
             url=shown.partition("?")[0],
             credentials=credentials_of(protocol),
@@ -84,19 +84,19 @@ def local_path(url: str) -> Path | None:
 
 
 def cache_name(url: str) -> str:
-    """Return the cache folder's name for a checked URL, distinct for each S3 server."""
+    """Return the name of a checked URL's cache folder; S3 servers have separate names."""
     endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL") or ""
     named = f"{url} {endpoint if protocol_of(url) in ('s3', 's3a') else ''}"
     return hashlib.sha256(named.encode()).hexdigest()[:20]
 
 
 def without_secrets(text: str) -> str:
-    """Remove users and passwords of URLs from text, such as a library's message."""
+    """Remove users and passwords in URLs from a text, such as a library's message."""
     return _USER.sub("//", text)
 
 
 def credentials_of(protocol: str) -> str:
-    """Describe where credentials for a protocol are read from."""
+    """Describe the sources of a protocol's credentials."""
     if protocol in ("s3", "s3a"):
         return "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, AWS_PROFILE, ~/.aws, or a role of this machine"
     if protocol in ("gs", "gcs"):

@@ -1,4 +1,4 @@
-"""The directory of a run: its records, and the lock that guards it.
+"""Records in a run's directory, and what is computed from them.
 
 Read `run.py` first, then `recorder.py`.
 """

@@ -1,7 +1,7 @@
-"""Brief state of a run, from the ends of its files.
+"""Brief state of a run, read from the ends of its files.
 
-It reads a few kilobytes of each run and imports little, so that many runs can be listed at once. A broken directory, or
-one that another program has written, is reported as a state and never raises an error.
+This module reads a few kilobytes per run and imports little, so that many runs can be listed quickly. A damaged or
+foreign directory gets the state `unreadable`, and never raises an error.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from paceline.run.record.progress import NewLines
 
 RunState = Literal["starting", "training", "ended", "interrupted", "failed", "unreadable"]
 ENDED: tuple[RunState, ...] = ("ended", "interrupted", "failed", "unreadable")
-_TAIL_BYTES, _STEP_BYTES = 2**16, 2**12  # bytes read from the events, and from a rank's steps
-_BEAT_S = 60.0  # a trainer on another host that has written nothing for this many seconds is considered gone
+_TAIL_BYTES, _STEP_BYTES = 2**16, 2**12  # bytes read from the end of the events file and of a rank's steps file
+_BEAT_S = 60.0  # a trainer on another host counts as dead after this many seconds without a write
 _STATES = ("launch", "start", "resume", "restart", "end")  # events that determine the state of the run
 
 
@@ -30,11 +30,11 @@ class RunBrief:
     """Brief state of a run.
 
     Attributes:
-        state: `failed` if the run has not ended and its process is gone.
-        reason: why the run ended; otherwise empty.
+        state: state of the run; `failed` if its process is gone but the run has not ended.
+        reason: why the run ended; empty if it has not.
         step: newest step; None before the first.
-        loss: training loss of that step; None if it was not finite.
-        began: Unix time in seconds of the start or resumption.
+        loss: training loss of the newest step; None if it was not finite.
+        began: Unix time of the last start or resumption, in seconds.
     """
 
     path: Path
@@ -46,12 +46,12 @@ class RunBrief:
 
     @property
     def sentence(self) -> str:
-        """State and reason."""
+        """State and reason as text."""
         return f"{self.state}: {self.reason}" if self.reason else self.state
 
 
 def brief_of(path: Path) -> RunBrief:
-    """Return the state of the run in a directory; never raises."""
+    """Return the brief state of the run in a directory; never raises an error."""
     try:
         return _brief(path)
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
@@ -59,7 +59,10 @@ def brief_of(path: Path) -> RunBrief:
 
 
 def run_directories(folder: Path) -> list[Path]:
-    """Return the runs of a folder, or the folder if it is one; never raises."""
+    """Return the runs in a folder, or the folder itself if it is a run.
+
+    Never raises an error.
+    """
     with suppress(OSError):
         if (folder / "job.yaml").is_file():
             return [folder]
@@ -69,7 +72,7 @@ def run_directories(folder: Path) -> list[Path]:
 
 def _brief(path: Path) -> RunBrief:
     with opened_to_read(path / "job.yaml"):
-        pass  # a run that this user may not read
+        pass  # raises an error if this user may not read the run
     events = [event for event in _newest(path / "events.jsonl", _TAIL_BYTES) if isinstance(event.get("event"), str)]
     states = [event for event in events if event["event"] in _STATES]
     steps = [line for line in _newest(_steps_file(path), _STEP_BYTES) if _is_number(line.get("step"))]
@@ -101,13 +104,13 @@ def _newest(file: Path, size: int) -> Iterator[dict[str, Any]]:
 
 
 def _steps_file(path: Path) -> Path:
-    """Return the file of the rank that has written last; rank 0 may be lost."""
+    """Return the steps file that was written last; rank 0 may be lost."""
     files = list((path / "steps").glob("rank-*.jsonl"))
     return max(files, key=lambda file: file.stat().st_mtime, default=path / "steps" / "rank-0.jsonl")
 
 
 def _is_trained(path: Path) -> bool:
-    """Return True if the training process is alive, as far as this host can see."""
+    """Return True if the training process seems to be alive."""
     holder = None
     with suppress(OSError), opened_to_read(path / LOCK) as file:
         holder = Holder.parse(file.read(4096))
@@ -115,7 +118,7 @@ def _is_trained(path: Path) -> bool:
             return False  # the lock was released
     if holder is not None and (holder.runs_here or holder.is_gone):
         return holder.runs_here
-    # trained on another host, or without a lock, as on Flower: decided by its newest sign of life
+    # the run trains on another host, or without a lock (as on Flower), so use the time of the last write
     files = [path / LOCK, path / "events.jsonl", _steps_file(path)]
     return time.time() - max(_changed(file) for file in files) < _BEAT_S
 
@@ -127,7 +130,7 @@ def _changed(file: Path) -> float:
 
 
 def _made(path: Path) -> float:
-    """Return the time of the start or resumption: the description is written first."""
+    """Return the time of the last start, when the run's description was written."""
     return _changed(path / "environment.json") or _changed(path)
 
 

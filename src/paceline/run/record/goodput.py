@@ -1,7 +1,7 @@
-"""Goodput of a run: useful step time divided by wall-clock time, and the losses.
+"""Goodput of a run: useful step time divided by wall-clock time, and lost time.
 
-A pure function of the record, so it can be read while a run trains and after a crash. The wall-clock time is divided
-into spans without gaps, so the parts sum exactly to it.
+Goodput is a pure function of the record, so it can be computed during a run and after a crash. The wall-clock time is
+divided into spans without gaps, so the parts sum exactly to the wall-clock time.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from paceline.run.record.run import WARM_UP_STEPS, Run, read_lines
 from paceline.units import percent, seconds
 
 USEFUL = "useful"
-# Parts of the wall-clock time, with display names. Useful steps come first; the others are losses.
+# Parts of the wall-clock time, with display names. All parts except useful steps are losses.
 PARTS: Mapping[str, str] = {
     USEFUL: "useful steps",
     "start": "start-up",
@@ -32,16 +32,16 @@ PARTS: Mapping[str, str] = {
     "evaluation": "evaluation",
     "between": "between steps",
 }
-_FAILURE = ("restart", "recovery", "replay")  # parts that only a run with failures has
-_LEAST_STALL = 0.01  # fraction of the wall-clock time; a shorter checkpoint stall is not reported
-_LEAST_TOLD = 0.005  # fraction of the wall-clock time; shorter losses are not reported
-_ROUNDING_S = 2e-3  # rounding of the times in the record
-_HELD_S = 0.5  # minimum time to hold back new records of a followed run
-_TYPICAL_STEPS = 500  # number of steps whose median is the usual step of a followed run
+_FAILURE = ("restart", "recovery", "replay")  # parts that only occur after failures
+_LEAST_STALL = 0.01  # minimum checkpoint stall to report, as a fraction of the wall-clock time
+_LEAST_TOLD = 0.005  # minimum loss to report, as a fraction of the wall-clock time
+_ROUNDING_S = 2e-3  # rounding error of the times in the record
+_HELD_S = 0.5  # minimum time for which new records of a followed run wait
+_TYPICAL_STEPS = 500  # number of newest steps whose median is the typical step time of a followed run
 
 
 class Span(NamedTuple):
-    """A stretch of the wall-clock time that belongs to one of `PARTS`."""
+    """An interval of the wall-clock time, assigned to one of `PARTS`."""
 
     start_s: float
     end_s: float
@@ -49,7 +49,7 @@ class Span(NamedTuple):
 
 
 class Failure(NamedTuple):
-    """Start or end of a failure, with its position in the wall-clock time."""
+    """A failure event and its position in the wall-clock time."""
 
     at_s: float
     text: str
@@ -59,11 +59,11 @@ class Failure(NamedTuple):
 class Goodput:
     """Wall-clock time of a run, divided into parts.
 
-    Time without an active command of the run (after an end, before `--resume`) is excluded.
+    Time in which no command of the run is active (from an end to `--resume`) is excluded.
 
     Attributes:
-        spans: spans without gaps, in order; the first starts at 0.
-        failures: restarts, lost and healed ranks, and rewinds, in order.
+        spans: consecutive spans without gaps; the first span starts at 0.
+        failures: restarts, lost ranks, healed ranks and rewinds, in order.
     """
 
     spans: Sequence[Span]
@@ -71,7 +71,7 @@ class Goodput:
 
     @property
     def wall_s(self) -> float:
-        """Wall-clock time of all commands of the run together, in seconds."""
+        """Total wall-clock time of all commands of the run, in seconds."""
         return self.spans[-1].end_s if self.spans else 0.0
 
     @cached_property
@@ -89,17 +89,17 @@ class Goodput:
 
     @property
     def disturbed(self) -> bool:
-        """True if failures or checkpoints cost enough time to be reported."""
+        """True if failures or checkpoints cost enough time to report."""
         return any(self.parts_s[part] for part in _FAILURE) or (self.parts_s["checkpoint"] > _LEAST_STALL * self.wall_s)
 
     def sentence(self) -> str:
-        """Summary, such as `91 % of 63.1 s; lost: restarts 4.2 s, replayed steps 1.5 s`."""
+        """Return a summary: `91 % of 63.1 s; lost: restarts 4.2 s, replayed steps 1.5 s`."""
         lost = sorted(((s, PARTS[part]) for part, s in self.parts_s.items() if part != USEFUL), reverse=True)
         told = ", ".join(f"{name} {seconds(s)}" for s, name in lost if s > _LEAST_TOLD * self.wall_s)
         return f"{percent(self.share)} of {seconds(self.wall_s)}" + (f"; lost: {told}" if told else "")
 
     def over_time(self, stretches: int) -> list[tuple[float, float]]:
-        """Return the end and the goodput of each equal stretch of wall-clock time."""
+        """Divide the wall-clock time into equal intervals; return each interval's end and goodput."""
         width_s = self.wall_s / stretches
         useful = [0.0] * stretches
         for start_s, end_s, part in self.spans:
@@ -116,14 +116,14 @@ def goodput(run: Run) -> Goodput:
     steps = run.path / "steps"
     ranks = {0: _timed_lines(steps / "rank-0.jsonl")}
     numbers = {line["step"] for line in ranks[0]}
-    if numbers and len(numbers) < max(numbers):  # rank 0 was absent for some steps; other ranks were not
+    if numbers and len(numbers) < max(numbers):  # rank 0 has not recorded all steps, so read the other ranks' files
         files = {path.stem[5:]: path for path in steps.glob("rank-*.jsonl")}
         ranks |= {int(name): _timed_lines(path) for name, path in files.items() if name.isdecimal() and name != "0"}
     return goodput_of(ranks, [event for event in run.events() if "time" in event])
 
 
 def goodput_of(ranks: Mapping[int, Sequence[Mapping[str, Any]]], events: Sequence[Mapping[str, Any]]) -> Goodput:
-    """Compute the goodput from the events and each rank's lines, including repeated steps."""
+    """Compute the goodput from the events and each rank's step lines."""
     lines = _steps_of_the_run(ranks)
     timed = [_own_s(line) - line.get("checkpoint_s", 0.0) for line in lines if line.get("step_s", 0.0) > 0]
     clock = _Clock(statistics.median(timed) if timed else 0.0)
@@ -133,10 +133,10 @@ def goodput_of(ranks: Mapping[int, Sequence[Mapping[str, Any]]], events: Sequenc
 
 
 class GoodputSoFar:
-    """Goodput of a run while it is followed.
+    """Goodput of a running run, updated as records arrive.
 
-    Memory use does not grow with the run. The newest records wait until the next read, because events and steps are in
-    different files that are not read at the same moment.
+    Memory use does not grow with the run. The newest records are only used at the next read, because events and steps
+    are read from different files at slightly different times.
     """
 
     def __init__(self) -> None:
@@ -144,20 +144,20 @@ class GoodputSoFar:
         self._times: deque[float] = deque(maxlen=_TYPICAL_STEPS)
         self._parts = dict.fromkeys(PARTS, 0.0)
         self._pending: list[Mapping[str, Any]] = []
-        self._newest = -math.inf  # Unix time
+        self._newest = -math.inf  # Unix time of the newest record
 
     def add(
         self, steps: Sequence[Mapping[str, Any]], events: Sequence[Mapping[str, Any]], *, took_s: float, ended: bool
     ) -> None:
-        """Add the records of a read of the files, and the seconds that it covers.
+        """Add new records; the files were read `took_s` seconds apart.
 
-        If the run has `ended`, all records count at once.
+        If the run has `ended`, all records are used at once.
         """
         timed = (line for line in steps if line.get("step_s", 0.0) > 0)
         self._times.extend(_own_s(line) - line.get("checkpoint_s", 0.0) for line in timed)
         self._pending += [*steps, *events]
         if len(self._times) <= WARM_UP_STEPS and not ended:
-            return  # the usual duration of a step is not known
+            return  # the typical step time is still unknown
         self._pending.sort(key=_time_of)
         self._newest = max([self._newest, *map(_time_of, self._pending[-1:])])
         until = math.inf if ended else self._newest - took_s - _HELD_S
@@ -172,7 +172,7 @@ class GoodputSoFar:
         self._clock.spans = [last]
 
     def goodput(self) -> Goodput:
-        """Return the wall-clock time so far, with one span for each part."""
+        """Return the goodput so far, with one span per part."""
         spans, end_s = [], 0.0
         for part, seconds_of in self._parts.items():
             last = sum(span.end_s - span.start_s for span in self._clock.spans if span.part == part)
@@ -186,7 +186,7 @@ def _timed_lines(file: Path) -> list[dict[str, Any]]:
 
 
 def _steps_of_the_run(ranks: Mapping[int, Sequence[Mapping[str, Any]]]) -> list[Mapping[str, Any]]:
-    """Return the lines of rank 0, completed by lines of other ranks."""
+    """Return the lines of rank 0, and other ranks' lines for missing steps."""
     found: list[Mapping[str, Any]] = []
     known: set[int] = set()
     for rank in sorted(ranks):
@@ -204,21 +204,21 @@ def _own_s(line: Mapping[str, Any]) -> float:
 
 
 class _Clock:
-    """Division of the wall-clock time while the record is read in order.
+    """Division of the wall-clock time into spans, from records in order of time.
 
     Args:
-        typical_s: a step's usual time. Additional time of the first step after a start or failure (allocation,
-            compilation, new connections) counts as part of the start or failure.
+        typical_s: typical step time in seconds. If the first step after a start or failure takes longer, the excess
+            (allocation, compilation, new connections) counts for the start or failure.
     """
 
     def __init__(self, typical_s: float) -> None:
         self.typical_s = typical_s
         self.spans: list[Span] = []
         self.failures: list[Failure] = []
-        self._at: float | None = None  # Unix time up to which the time is divided; None if no command is active
-        self._until = "start"  # the part for the time before the next step
-        self._furthest = 0  # step
-        self._owed_s = 0.0  # useful time that rounding excluded from a span
+        self._at: float | None = None  # Unix time of the end of the last span; None if no command is active
+        self._until = "start"  # part of the time until the next step
+        self._furthest = 0  # newest step; an earlier step is a replay
+        self._owed_s = 0.0  # useful time that did not fit into the last span because of rounding
 
     def take(self, record: Mapping[str, Any]) -> None:
         if "event" in record:
@@ -257,10 +257,10 @@ class _Clock:
                 self._failed(time, "recovery", f"rank {event.get('rank')} lost")
             case "host_lost":
                 self._failed(time, "recovery", f"host {event.get('host')} lost")
-            case "recut":  # after a checkpoint with a wait
+            case "recut":  # the run has just waited for a checkpoint
                 self._add(time, "checkpoint")
                 self._until = "recut"
-            case "generation":  # the ranks formed a new generation, without a lost rank or with a healed one
+            case "generation":  # a new generation without a failure event before, or with a healed rank
                 self._add(time, "recovery")
                 self._until = "recovery"
             case "healed":
@@ -270,7 +270,7 @@ class _Clock:
             case "evaluation" | "test" if self._until == "between":
                 self._add(time, "evaluation")
             case "end" if self._at is not None:
-                # a run ends with a checkpoint that it waits for
+                # at its end, a run waits for its last checkpoint
                 self._add(time, "checkpoint" if self._until == "between" else self._until)
                 self._at = None
 

@@ -1,4 +1,4 @@
-"""Live progress of a run: loss, throughput, remaining time, and time per part."""
+"""Live progress of a run: loss, throughput, remaining time, and step time by part."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from paceline.units import clock, size
 if TYPE_CHECKING:
     from paceline.engine.engine import StepResult
 
-LINE_EVERY_S = 5.0  # seconds, if the output is not a terminal
-# remaining days: from the first number on, shown in days; above the second, not shown
+LINE_EVERY_S = 5.0  # seconds between progress lines if the output is not a terminal
+# from this many remaining days, the time is shown in days; above the second limit, it is not shown
 _COUNTED_IN_DAYS, _IN_SIGHT_DAYS = 2, 365
 _TOO_OFTEN = "it was lost too often within an hour, or cannot be started."
 LEFT_OUT = f"It is left out: {_TOO_OFTEN}"
-# events that are shown in colour
+# events that are shown in color
 TROUBLE = (
     "balance",
     "coordinator",
@@ -55,28 +55,28 @@ class RecentSteps:
 
     total_steps: int | None
     steps: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=50))
-    slow: str = ""  # the replicas with a smaller share of the batch
+    slow: str = ""  # text that lists slow replicas, which have a smaller share of the batch
 
     def told(self, event: dict[str, Any]) -> None:
-        """Add an event."""
+        """Update the summary from an event."""
         if event["event"] in ("start", "resume"):
             self.total_steps, self.slow = event.get("total_steps", self.total_steps), ""
         if event["event"] == "balance":
             self.slow = ", ".join(f"{_straggler(slow)} at {slow['speed']:.2f}" for slow in event["slow"])
 
     def add(self, record: dict[str, Any]) -> None:
-        """Add the record of a step."""
+        """Add a step's record."""
         self.steps.append(record)
 
     @property
     def step(self) -> int:
-        """The newest step."""
+        """Number of the newest step."""
         return int(self.steps[-1]["step"]) if self.steps else 0
 
     def sentence(self) -> str:
-        """Summary of the newest steps.
+        """Return a summary of the newest steps.
 
-        For example `epoch 3 · step 120/480 · loss 0.1234 · 5,012 samples/s · 0:12 left · 71 % compute, 18 %
+        Example: `epoch 3 · step 120/480 · loss 0.1234 · 5,012 samples/s · 0:12 left · 71 % compute, 18 %
         comm, 6 % data`.
         """
         if not self.steps:
@@ -92,31 +92,31 @@ class RecentSteps:
             if self.left_s is not None:
                 words += _time_left(self.left_s)
             words += [f"slow: {self.slow}"] if self.slow else []
-            # the longest part comes last, because a narrow terminal cuts the end
+            # the longest text comes last, because a narrow terminal cuts off the end
             words.append(_where_time_goes(self._timed))
         return " · ".join(words)
 
     @property
     def loss(self) -> float | None:
-        """Mean loss of the newest ten steps; None if none was finite."""
+        """Mean of the newest ten finite losses; None if there are none."""
         losses = [step["loss"] for step in self.steps if step["loss"] is not None]
         return statistics.fmean(losses[-10:]) if losses else None
 
     @property
     def step_s(self) -> float | None:
-        """Median seconds of a step; None before one was timed."""
+        """Median step time in seconds; None before the first timed step."""
         return statistics.median(step["step_s"] for step in self._timed) if self._timed else None
 
     @property
     def samples_per_s(self) -> float | None:
-        """Samples per second; None before a step was timed."""
-        # an epoch's last step may have fewer samples
+        """Samples per second; None before the first timed step."""
+        # take the median, because an epoch's last step may have fewer samples
         samples = statistics.median(step["samples"] for step in self._timed) if self._timed else 0.0
         return samples / self.step_s if self.step_s else None
 
     @property
     def left_s(self) -> float | None:
-        """Seconds of training that remain; None if unknown."""
+        """Remaining training time in seconds; None if unknown."""
         return self.step_s * (self.total_steps - self.step) if self.total_steps and self.step_s else None
 
     @property
@@ -125,14 +125,14 @@ class RecentSteps:
 
 
 class PlainProgress:
-    """Progress as a line every few seconds, for rank 0 under another launcher."""
+    """Progress line every few seconds, printed by rank 0 under another launcher."""
 
     def __init__(self, total_steps: int | None) -> None:
         self.recent = RecentSteps(total_steps)
         self._printed_at = time.monotonic()
 
     def step(self, result: StepResult, epoch: int) -> None:
-        """Add a step; print if a line is due."""
+        """Add a step; print a line if due."""
         timing = result.timing
         parts = dict(zip((f"{p}_s" for p in PARTS), timing.parts_s, strict=True)) if timing else {}
         loss = result.loss if result.problem is None else None
@@ -151,17 +151,17 @@ class PlainProgress:
             print(self.recent.sentence(), file=sys.stderr, flush=True)
 
     def event(self, event: dict[str, Any]) -> None:
-        """Print an event that matters to the user."""
+        """Print an event that the user should see."""
         self.recent.told(event)
         if sentence := _shown(event):
             print(printable(sentence), file=sys.stderr, flush=True)
 
 
 class LiveProgress:
-    """Live progress line of a run, from its files.
+    """Live progress line of a run, read from its files.
 
-    If the output is not a terminal, a plain line is printed every few seconds. It runs in the launcher, so that drawing
-    takes no time from a rank.
+    If the output is not a terminal, a plain line is printed every few seconds. The launcher draws the line, so drawing
+    takes no time on a rank.
     """
 
     def __init__(self, run: Path, console: Console) -> None:
@@ -181,7 +181,8 @@ class LiveProgress:
 
     def __enter__(self) -> LiveProgress:
         self.steps.skip()
-        for event in self.events:  # from an earlier attempt, or from before another host became coordinator
+        # existing events are from an earlier attempt or an earlier coordinator, so do not show them
+        for event in self.events:
             self.recent.told(event)
         if self.console.is_terminal:
             self._live.start()
@@ -222,7 +223,8 @@ class LiveProgress:
 
 
 def _shown(event: dict[str, Any]) -> str | None:
-    return None if event["event"] == "lines_lost" else event_sentence(event)  # the rank of this file reports it itself
+    # the rank that lost lines prints this event itself
+    return None if event["event"] == "lines_lost" else event_sentence(event)
 
 
 class NewLines:
@@ -233,29 +235,30 @@ class NewLines:
         self._place = 0
 
     def skip(self, but_bytes: int = 0) -> None:
-        """Skip existing lines (the steps of an earlier attempt), except this many bytes at the end."""
+        """Skip existing lines, except the last `but_bytes` bytes."""
         self._place = max(self.path.stat().st_size - but_bytes, 0) if self.path.exists() else 0
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        with suppress(OSError), opened_to_read(self.path) as file:  # no file yet, or one that no run writes
+        # the file may not exist yet, or may not be a regular file
+        with suppress(OSError), opened_to_read(self.path) as file:
             file.seek(self._place)
             while line := file.readline(LINE_LIMIT):
                 if not line.endswith(b"\n") and len(line) < LINE_LIMIT:
-                    return  # still being written
+                    return  # the line is incomplete
                 self._place += len(line)
                 if (found := parsed(line)) is not None:
                     yield found
 
 
 def parsed(line: bytes) -> Any:
-    """Parse a line of JSON; None for a broken line.
+    """Parse a line of JSON; return None for an invalid line.
 
-    A crash may truncate a line.
+    A crash can truncate a line.
     """
     with suppress(msgspec.DecodeError, ValueError, RecursionError):
-        return msgspec.json.decode(line)  # several times as fast as `json`, which matters for each step of each rank
+        return msgspec.json.decode(line)  # several times as fast as `json`, which matters for long records
     with suppress(ValueError, RecursionError):
-        return json.loads(line)  # accepts NaN, which a metric may be
+        return json.loads(line)  # unlike msgspec, `json` accepts NaN, which a metric may be
     return None
 
 
@@ -277,7 +280,7 @@ _SENTENCES = {
 
 
 def event_sentence(event: dict[str, Any]) -> str | None:
-    """Return the text for an event; None for events without one.
+    """Return an event as a sentence for the user; None for events without a text.
 
     Example: `step 120: validation loss 0.1021, accuracy 0.9722`.
     """

@@ -30,16 +30,16 @@ from paceline.sync.rule import Traffic
 
 @dataclass(slots=True)
 class StepInfo:
-    """One finished step, as the parts of the loop see it.
+    """A finished step, with the facts that parts of the loop need.
 
     Attributes:
         result: the engine's result.
-        epoch: 0-based.
-        local_samples: this rank's share of the global batch.
+        epoch: epoch of the step, 0-based.
+        local_samples: number of samples in this rank's share of the global batch.
         lr: learning rate of the step.
         ending: why the run ends after this step; None if it continues.
-        busy_s: busy seconds of every rank before the step's reduction; empty if replicas do not reduce in this step.
-        ended_at: Unix time of the step's end, if the step is recorded later; None means now.
+        busy_s: busy seconds of every rank before the step's reduction; empty if the step has no reduction.
+        ended_at: Unix time of the step's end if the step is recorded later; None means now.
     """
 
     result: StepResult
@@ -51,7 +51,7 @@ class StepInfo:
     ended_at: float | None = None
 
     def as_json(self) -> dict[str, Any]:
-        """Return the step without its times, for ranks that were interrupted in it."""
+        """Return the step as JSON values, without times, for ranks that it interrupted."""
         return asdict(replace(self, result=replace(self.result, timing=None), busy_s=[]))
 
     @classmethod
@@ -60,14 +60,14 @@ class StepInfo:
         return cls(**told | {"result": StepResult(**told["result"])})
 
 
-# Formatted by hand, because a JSON encoder would cost a step of a few milliseconds more time.
+# A format string is faster than a JSON encoder, which matters for steps of a few milliseconds.
 _STEP = '"step":%d,"epoch":%d,"time":%.6f,"loss":%s,"samples":%d,"local_samples":%d,"lr":%.6g,"grad_norm":%s'
 _TIMES = ',"step_s":%.6f,' + ",".join(f'"{name}_s":%.6f' for name in PARTS)
 
-USE_EVERY_S = 1.0  # seconds between readings of the machine's resource use, each of which costs about 0.2 ms
-# maximum share of the time for reading the proportional set size, which takes milliseconds, more for larger processes
+USE_EVERY_S = 1.0  # seconds between readings of resource use; a reading takes about 0.2 ms
+# maximum share of the time for reading the proportional set size, which takes milliseconds in large processes
 _PSS_SHARE = 0.001
-# delay before TensorBoard is imported: the import then takes 1% of the elapsed time
+# seconds before TensorBoard is imported, so that the import takes at most 1% of the elapsed time
 _FIRST_EVENTS_S = 10.0
 _LONGEST_LINE = 2**14
 
@@ -75,10 +75,10 @@ _LONGEST_LINE = 2**14
 class StepRecorder:
     """Writer of `steps/rank-R.jsonl`, one line per step.
 
-    A step's times are in the step's own line, even if they are known one step later.
+    If a step's times are only known one step later, the step's line waits for them.
 
     Args:
-        board: gets the first rank's numbers for TensorBoard. With None, the recorder makes a board and closes it.
+        board: TensorBoard writer for the first rank's numbers; None creates one, which the recorder closes.
     """
 
     def __init__(self, run: Path, engine: RankEngine, *, epoch_steps: int, board: Board | None = None) -> None:
@@ -111,18 +111,18 @@ class StepRecorder:
             self._to_tensorboard(result, lr)
 
     def complete(self, info: StepInfo) -> None:
-        """Write a step that only another rank took, unless its line exists."""
+        """Write a step that only other ranks have completed, unless the file has it."""
         if self._first and _last_step(self.lines.path) < info.result.step:
             self.on_step(info)
-            self._write(Timing(info.result.step))  # now: a later reader takes the newest line as the newest step
+            self._write(Timing(info.result.step))  # write at once: readers take the last line for the newest step
 
     @property
     def last_step(self) -> int:
-        """Return the newest step in the file; -1 if there is none."""
+        """Number of the last step in the file; -1 if there is none."""
         return _last_step(self.lines.path)
 
     def close(self) -> None:
-        """Write steps that still wait for their times, and close the files."""
+        """Write the steps that still wait for their times, and close the files."""
         for step in sorted(self._waiting):
             self._write(Timing(step))
         self.lines.close()
@@ -130,7 +130,7 @@ class StepRecorder:
             self._board.close()
 
     def on_evaluation(self, step: int, metrics: dict[str, float]) -> None:
-        """Write validation metrics to TensorBoard; the run's own record stores them as an event."""
+        """Write validation metrics to TensorBoard; the run's record has them as an event."""
         if self._first:
             self._board.scalars(step, {f"held_out/{name}": value for name, value in metrics.items()})
 
@@ -150,20 +150,20 @@ class StepRecorder:
 
 
 class Board:
-    """TensorBoard numbers of a run, from all generations of this process.
+    """TensorBoard writer of a run, for all generations of this process.
 
-    They are kept in memory until the run has lasted a while, because importing the library takes 0.1 s, as long as many
-    short steps. If the disk is full, writing stops, because half a record would make all later records unreadable.
+    Numbers are kept in memory for the first seconds of a run, because importing the library takes as long as many short
+    steps. If the disk is full, writing stops, because an incomplete record would make all later records unreadable.
     """
 
     def __init__(self, run: Path) -> None:
         self._folder = run / "tensorboard"
-        self._waiting: list[tuple[int, dict[str, float], float]] = []  # step numbers, their values, Unix seconds
+        self._waiting: list[tuple[int, dict[str, float], float]] = []  # (step, values, Unix seconds)
         self._file: TensorBoard | None = None
         self._over = False
 
     def scalars(self, step: int, values: dict[str, float]) -> None:
-        """Add the values of a step."""
+        """Write the values of a step, by tag."""
         if self._over:
             return
         self._waiting.append((step, values, time.time()))
@@ -171,7 +171,7 @@ class Board:
             self._write()
 
     def close(self) -> None:
-        """Write the kept numbers and close the file."""
+        """Write the numbers kept in memory, and close the file."""
         self._write()
         if self._file is not None:
             self._file.close()
@@ -190,26 +190,25 @@ class Board:
 
 
 class ResourceUse:
-    """Resource use of this rank: CPU cores, memory, energy, GPU, network, rule traffic.
+    """Resource use of this rank: CPU cores, memory, energy, GPU, network, sync traffic.
 
-    `network_…_bytes` are the host's total, `reduced_bytes` the payload of this rank in sums over all ranks. The sync
-    rule's figures: `wire_bytes` is the number of bytes sent to the other replicas, `saved_bytes` the number that
-    compression saved, and `compression_error` the L2 norm of the compression error relative to the L2 norm of the
-    uncompressed data. All count from the previous reading.
+    All counters count from the previous reading. `network_…_bytes` is the traffic of the whole host. `reduced_bytes` is
+    this rank's payload in reductions. `wire_bytes` is the number of bytes that the sync rule sent to other replicas.
+    `saved_bytes` is the number of bytes that compression saved. `compression_error` is the L2 norm of the compression
+    error, relative to the norm of the uncompressed data.
 
-    Readings are taken after the first step, then after twice and four times that time and so on, and later every
-    second. So even a
-    short run has a reading, and the newest reading is from its second half.
+    The first reading follows the first step. The intervals then double, up to one second. So even a short run has
+    readings, and the last reading is from its second half.
 
     Attributes:
-        energy: the energy counters that this rank reads.
+        energy: energy counters that this rank reads.
     """
 
     def __init__(self, engine: RankEngine) -> None:
         self.group, self._engine = engine.group, engine
         self._state: dict[str, int] = {}
         self.process = psutil.Process()
-        self.fresh = True  # so that TensorBoard has the first step of a short run
+        self.fresh = True  # True at first, so that TensorBoard gets the first step
         self._accelerator = engine.device if is_accelerator(engine.device) else None
         self._telemetry = telemetry_of(engine.device) if self._accelerator else None
         self.energy = self._energy_counters()
@@ -219,7 +218,7 @@ class ResourceUse:
         self._started = self._read_at = self._due = self._pss_due = time.monotonic()
 
     def read(self) -> str:
-        """Return a JSON member to append, or "" if no reading is due."""
+        """Return a reading as a JSON member, or "" if none is due."""
         now = time.monotonic()
         if now < self._due:
             return ""
@@ -244,7 +243,7 @@ class ResourceUse:
         return f',"use":{json.dumps(use)}'
 
     def _shared_by_its_share(self, now: float) -> dict[str, int]:
-        """Return `pss_bytes`, unless reading it again would take too much time."""
+        """Return `pss_bytes` (proportional set size), unless reading would take too much time."""
         if now < self._pss_due:
             return {}
         found = kernel_bytes("smaps_rollup", {"Pss": "pss_bytes"})
@@ -254,7 +253,7 @@ class ResourceUse:
     def _state_of_the_model(self) -> dict[str, int]:
         """Return `state_bytes`: this rank's parameters, gradients and optimizer state.
 
-        They do not change after the first step.
+        The value does not change after the first step.
         """
         if not self._state and self._engine.step_count > 0:
             held = held_bytes(self._engine.named_parameters().values(), self._engine.optimizer)
@@ -276,7 +275,7 @@ class ResourceUse:
     def _energy_counters(self) -> list[Energy]:
         """Return the energy counters of this rank.
 
-        An accelerator without a counter has none, because the host's counter alone would be mistaken for the total.
+        If the accelerator has no counter, the list is empty, because the host's counter alone is not the total.
         """
         found = []
         if self._accelerator is not None:
@@ -284,7 +283,7 @@ class ResourceUse:
                 return []
             found.append(self._telemetry.energy)
         if self.group.hosts.index(self.group.hosts[self.group.rank]) == self.group.rank:
-            found.append(cpu_energy())  # covers the whole host, so only one of its ranks records it
+            found.append(cpu_energy())  # the counter covers the whole host, so only the host's first rank reads it
         return [counter for counter in found if counter.why_not is None]
 
     def _used_energy(self) -> dict[str, float]:
@@ -296,7 +295,7 @@ class ResourceUse:
 
 
 def kernel_bytes(file: str, names: Mapping[str, str]) -> dict[str, int]:
-    """Read sizes from a file of /proc/self; `names` renames them."""
+    """Read sizes in bytes from a /proc/self file; `names` maps its names to keys."""
     try:
         lines = Path("/proc/self", file).read_bytes().decode().splitlines()
     except OSError:
@@ -320,21 +319,21 @@ def _last_step(path: Path) -> int:
         for line in reversed(file.read().splitlines()):
             try:
                 return int(json.loads(line)["step"])
-            except (ValueError, LookupError, TypeError):  # truncated by a crash
+            except (ValueError, LookupError, TypeError):  # a crash truncated the line
                 continue
     return -1
 
 
 def json_number(x: float) -> str:
-    """Format a number as JSON without loss; NaN and Inf become null."""
+    """Format a number as JSON with full precision; NaN and Inf become null."""
     return repr(x) if x - x == 0.0 else "null"
 
 
 class Events:
-    """Writer of a run's events on the first rank; also shows them on `progress`.
+    """Writer of a run's events; `progress` also shows them.
 
     Attributes:
-        progress: shows the run on a terminal; None if the launcher shows it.
+        progress: progress line of the run; None if the launcher shows progress.
     """
 
     def __init__(self, run: Run, progress: PlainProgress | None, *, writes: bool) -> None:
@@ -342,19 +341,19 @@ class Events:
         self.lines = JsonLines(run.path / "events.jsonl", lossy=True) if writes else None
 
     def __call__(self, event: str, details: dict[str, Any]) -> None:
-        """Write an event."""
+        """Write and show an event."""
         if self.lines is not None:
             self.lines.event(event, details)
         if self.progress is not None:
             self.progress.event({"event": event, **details})
 
     def on_step(self, info: StepInfo) -> None:
-        """Show the step."""
+        """Show a step."""
         if self.progress is not None:
             self.progress.step(info.result, info.epoch)
 
     def missing(self, *files: JsonLines) -> None:
-        """Record how many lines are missing, once the disk accepts lines again."""
+        """When the disk is writable again, record how many lines were lost."""
         for lines in (*files, self.lines):
             if lines is not None and self.lines is not None and lines.missing and not self.lines.lost:
                 lost, lines.missing = lines.missing, 0
@@ -367,7 +366,7 @@ class Events:
 
 
 class Remarks:
-    """Events of every step about the sync rule, the loss and slow ranks."""
+    """Events about slow ranks, the sync rule and the loss, recorded after each step."""
 
     def __init__(
         self,
@@ -375,20 +374,20 @@ class Remarks:
         events: Events,
         at_even_shares: Callable[[StepInfo], Sequence[float]] = lambda i: i.busy_s,
     ) -> None:
-        """Create the remarks; `at_even_shares` returns the times by which ranks are compared."""
+        """Create the remarks; `at_even_shares` returns the busy times for comparing ranks."""
         self.engine, self.events, self.at_even_shares = engine, events, at_even_shares
         self.slow_ranks = SlowRanks(engine.plan, engine.group.hosts)
-        # number of the rule's lines in the record
+        # number of the sync rule's messages that are already recorded
         self._told = 0
 
     def after_step(self, info: StepInfo) -> None:
-        """Record remarkable facts about a step, such as a slow rank."""
+        """Record events about a step, such as a slow rank."""
         for event, details in self.slow_ranks.step(info.result.step, self.at_even_shares(info)):
             self.events(event, details)
         self.tell()
 
     def tell(self) -> None:
-        """Record messages of rule and loss, and healed ranks, since the last call."""
+        """Record new messages of the sync rule and the loss, and repaired corruption."""
         corruption = self.engine.replica_state.corruption
         found, corruption.found = corruption.found, []
         for details in found:
@@ -401,14 +400,14 @@ class Remarks:
             self.events("loss", {"said": news})
 
 
-WITNESS = "PACELINE_WITNESS"  # a folder; only `paceline chaos` sets it
+WITNESS = "PACELINE_WITNESS"  # environment variable with a folder; only `paceline chaos` sets it
 
 
 class Witness:
-    """Writer of a file per process: addresses of weights, then a line per step.
+    """Writer of one file per process for `paceline chaos`: weight addresses and steps.
 
     Args:
-        writes_starts: whether this rank also records the step from which the ranks continue.
+        writes_starts: whether this rank also records the steps from which the ranks continue.
     """
 
     def __init__(self, engine: RankEngine, *, writes_starts: bool) -> None:
@@ -419,12 +418,12 @@ class Witness:
         self.lines.write(json.dumps({"weights": places}))
 
     def on_start(self, step: int) -> None:
-        """Record that steps after this one are trained again."""
+        """Record that training continues after this step."""
         if self.writes_starts:
             self.lines.write(json.dumps({"from": step, "time": time.time()}))
 
     def on_step(self, info: StepInfo) -> None:
-        """Record the samples of a step."""
+        """Record a step's number and sample indices."""
         seen = {"step": info.result.step, "time": time.time(), "samples": self.loader.indices}
         self.lines.write(json.dumps(seen, default=str))
 

@@ -1,4 +1,4 @@
-"""The record of a run: a directory of plain files, append-only, readable without paceline."""
+"""The record of a run: a directory of plain files, readable without paceline."""
 
 from __future__ import annotations
 
@@ -31,34 +31,36 @@ from paceline.planning.plan import Plan
 from paceline.storage.url import checked_url, is_url
 from paceline.text import listed, printable
 
-DESCRIPTION = ("job.yaml", "cluster.yaml", "plan.txt", "environment.json")  # files that ranks read before they start
+# files that describe the run; ranks read them before they start
+DESCRIPTION = ("job.yaml", "cluster.yaml", "plan.txt", "environment.json")
 FOLDERS = ("steps", "checkpoints")
-# Keys that may differ between a run and the job that resumes it. Among these, only `stop` affects the result of a
-# step, and only with a schedule that decays over the whole run.
+# Job keys that may differ when a run is resumed. Of these, only `stop` can affect a step's result, and only with a
+# schedule that spans the whole run.
 FREE_KEYS = {"name", "metrics", "stop", "evaluate", "checkpoint", "deadline_s", "trackers"}
-# what may be in a directory before a run begins there: hidden files and logs of launchers
+# names that a new run's directory may already contain: hidden files and launchers' logs
 _BESIDE_A_RUN = re.compile(r"\..*|(?:.*[-_.])?logs?(?:[-_.\d].*)?|.*\.(?:out|err|pid)")
-_ALIKE = 0.1  # relative difference of two speeds that is not shown
-WARM_UP_STEPS = 5  # excluded from throughput: the first steps allocate memory and fill caches
+_ALIKE = 0.1  # maximum relative difference at which two speeds are shown as one
+WARM_UP_STEPS = 5  # steps excluded from throughput, because they allocate memory and fill caches
 
 
 class Run:
     """The record of a run in its directory or at a URL.
 
-    `job.yaml`, `cluster.yaml`, `plan.txt` and `environment.json` say what ran. `steps/rank-*.jsonl` (one line a step),
-    `events.jsonl` and `checkpoints/` are written during the run. If a step was trained again after a crash, it has two
-    lines, and the later one counts.
+    `job.yaml`, `cluster.yaml`, `plan.txt` and `environment.json` describe the run. `steps/rank-*.jsonl` (one line per
+    step), `events.jsonl` and `checkpoints/` are written during training. If a step was repeated after a crash, it has
+    two lines; the later line is valid.
 
     Args:
-        path: the directory; or a URL, whose record is fetched, without the checkpoints, into a temporary directory.
+        path: the run directory, or a URL. The record at a URL is downloaded into a temporary directory, without
+            checkpoints.
 
     Attributes:
-        path: the directory.
-        url: URL that the directory was uploaded to during training, or fetched from; None without.
+        path: the local directory.
+        url: URL from which the record was downloaded, or to which it was uploaded; None for a local run.
 
     Raises:
-        RunError: there is no run.
-        StorageError: the store cannot be used.
+        RunError: there is no run at `path`.
+        StorageError: the object store cannot be used.
 
     Example:
         >>> run = paceline.Run("runs/digits-20260101-120000")
@@ -85,23 +87,23 @@ class Run:
             )
 
     def __repr__(self) -> str:
-        """Return the directory, the newest step and loss, and how the run ended."""
+        """Return the directory, the newest step and loss, and the reason for the end."""
         try:
             newest = self.steps()[-1:]
             at = "".join(f"step {line['step']}, loss {line['loss']:.6g}" for line in newest) or "before its first step"
             state = f"{at}, {self.reason or 'not ended'}"
-        except (PacelineError, OSError, ValueError, LookupError, TypeError):  # a record that paceline did not write
+        except (PacelineError, OSError, ValueError, LookupError, TypeError):  # the record was not written by paceline
             state = "its record cannot be read"
         return printable(f"<Run {self.url or self.path}: {state}>")
 
     def _repr_html_(self) -> str:
-        """Return the curve of the loss and the main figures, for notebooks."""
+        """Return the loss curve and the main figures as HTML, for notebooks."""
         html: str = load_object("paceline.report.notebook:run_html")(self)
         return html
 
     @classmethod
     def create(cls, path: Path, job: Job, cluster: Cluster, plan: Plan) -> Run:
-        """Create the directory and write the facts known before the first step.
+        """Create the directory, and write the files that describe the run.
 
         Raises:
             RunError: the directory already holds a run, or cannot be written.
@@ -112,10 +114,9 @@ class Run:
 
     @staticmethod
     def must_be_new(path: Path) -> None:
-        """Raise RunError if the directory holds a run, or files that belong to no run.
+        """Raise RunError if the directory contains a run, or unrelated files.
 
-        Hidden files, and logs that a launcher writes there before the start, are allowed. Files of a failed start are
-        allowed, too.
+        Hidden files, launchers' logs, and files of a failed start are allowed.
         """
         if (path / "job.yaml").exists():
             raise RunError(
@@ -128,7 +129,7 @@ class Run:
         if foreign and not {*names} & {*DESCRIPTION, *FOLDERS, "lock", "events.jsonl"}:
             raise RunError(
                 "run.directory_not_empty",
-                "{path} holds files that belong to no run: {files}. Name an empty or a new directory with --run.",
+                "{path} holds files that belong to no run: {files}. Name an empty or new directory with --run.",
                 path=path,
                 files=f"{listed(foreign[:3])}{', …' if len(foreign) > 3 else ''}",
             )
@@ -137,31 +138,29 @@ class Run:
     def newest(cls, root: Path, name: str) -> Run | None:
         """Return the newest run of job `name` under `root`; None if there is none.
 
-        A run with saved state comes before a run without.
+        Runs with a checkpoint take precedence over runs without.
         """
-        # not those of a job called name-something
+        # the pattern also matches jobs whose names begin with `name-`, so compare the name
         found = [cls(d) for d in root.glob(f"{name}-*") if _name(d / "job.yaml") == name]
-        # A failed start leaves an empty directory. It must not hide the run that was active
-        # before it.
+        # A later failed start, without checkpoints, must not take precedence over an earlier run.
         saved = [run for run in found if run.has_checkpoint]
         return max(saved or found, key=lambda run: (run.path / "environment.json").stat().st_mtime, default=None)
 
     def withdraw_unless_begun(self) -> None:
-        """Free the directory of a run that failed before its first step.
+        """If no training has begun, make the directory available for another run.
 
-        A corrected job can then be started in it.
+        A corrected job can then start in the same directory.
         """
         if not any(event["event"] in ("start", "resume") for event in self.events()):
             (self.path / "job.yaml").unlink(missing_ok=True)
 
     def continue_with(self, job: Job, cluster: Cluster, plan: Plan) -> None:
-        """Set a job to continue this run with.
+        """Replace the run's job, cluster and plan, to continue the run with them.
 
-        The stop rule, the intervals of evaluations and checkpoints, the cluster and the plan may differ; the work may
-        not.
+        Only the keys in `FREE_KEYS`, the cluster and the plan may differ from before.
 
         Raises:
-            JobError: the job would train something else. The message names every key that differs.
+            JobError: the job differs in other keys; the message lists them.
             RunError: the directory cannot be written.
         """
         differing = list(differences(_work(self.job), _work(job)))
@@ -179,12 +178,12 @@ class Run:
 
     @cached_property
     def job(self) -> Job:
-        """The job, from `job.yaml`."""
+        """Job of the run, from `job.yaml`."""
         return Job.load(self.path / "job.yaml")
 
     @cached_property
     def plan(self) -> Plan:
-        """The plan, from `plan.txt`."""
+        """Plan of the run, from `plan.txt`."""
         try:
             return Plan.parse(read_text(self.path / "plan.txt", 2**16).strip())
         except (OSError, UnicodeDecodeError) as error:
@@ -197,12 +196,11 @@ class Run:
 
     @cached_property
     def cluster(self) -> Cluster:
-        """The cluster, from `cluster.yaml`."""
+        """Cluster of the run, from `cluster.yaml`."""
         file = self.path / "cluster.yaml"
         try:
             text = read_text(file, 2**20)
-            # With deep nesting, PyYAML takes minutes. A few lines of aliases can expand to gigabytes. paceline writes
-            # neither.
+            # PyYAML takes minutes to read deep nesting, and aliases can expand to gigabytes. paceline writes neither.
             if (
                 max(map(len, text.splitlines()), default=0) > 2**12
                 or max(text.count(c) for c in "[{") > 2**14
@@ -230,76 +228,76 @@ class Run:
 
     @property
     def has_checkpoint(self) -> bool:
-        """True if there is a checkpoint, whole or not."""
+        """True if there is a checkpoint, complete or not."""
         return any(self.checkpoints.glob("step-*"))
 
     def steps(self, rank: int = 0) -> list[dict[str, Any]]:
-        """The records of a rank's steps, each step once, in order.
+        """Return the records of a rank's steps in order, each step once.
 
-        A run that went back to an earlier step has discarded the steps after its newest one.
+        If the run returned to an earlier step, later records of the abandoned attempt are left out.
         """
         lines = list(read_lines(self.path / "steps" / f"rank-{rank}.jsonl"))
         newest = {line["step"]: line for line in lines}
         return [newest[step] for step in sorted(newest) if step <= lines[-1]["step"]]
 
     def events(self) -> list[dict[str, Any]]:
-        """All events in order: start, resume, evaluation, checkpoint, damage, restart, end, …"""
+        """Return all events in order, such as start, evaluation, checkpoint and end."""
         return list(read_lines(self.path / "events.jsonl"))
 
     @property
     def losses(self) -> list[float]:
-        """The training loss of every step; NaN if it was not finite."""
+        """Training loss of every step; NaN if it was not finite."""
         return [math.nan if line["loss"] is None else line["loss"] for line in self.steps()]
 
     @property
     def metrics(self) -> dict[str, float]:
-        """The newest validation metrics; empty before the first evaluation."""
+        """Newest validation metrics; empty before the first evaluation."""
         return next((e["metrics"] for e in reversed(self.events()) if e["event"] == "evaluation"), {})
 
     @property
     def test_metrics(self) -> dict[str, float]:
-        """The metrics of the test set; empty before the end, and without one."""
+        """Metrics on the test set; empty before the end, or without a test set."""
         return next((e["metrics"] for e in reversed(self.events()) if e["event"] == "test"), {})
 
     @property
     def reason(self) -> str | None:
-        """Reason for the end of the run: its stop rule or the signal.
+        """Reason for the end of the run: the stop rule or a signal.
 
-        None while the run is active or after a crash.
+        It is None while the run is active, or after a crash.
         """
         ends = [e for e in self.events() if e["event"] in ("start", "resume", "end")]
         return ends[-1].get("reason") if ends else None
 
     @property
     def training_time_s(self) -> float:
-        """Seconds from the first step to the end; 0 while it runs.
+        """Seconds from the first step to the end; 0 before the end.
 
-        It includes all attempts, evaluations and checkpoints.
+        The time includes all attempts, evaluations and checkpoints.
         """
         ends = [e for e in self.events() if e["event"] == "end"]
         return float(ends[-1]["elapsed_s"]) if ends else 0.0
 
     @property
     def speed(self) -> Speed | None:
-        """The run's speed; None if too few steps were made."""
+        """Speed of the run; None after too few steps."""
         return Speed.of(self.steps(), self.training_time_s)
 
     @property
     def throughput(self) -> float:
-        """Samples per second, as `Speed` defines it; 0 if too few steps were made."""
+        """Samples per second, see `Speed`; 0 after too few steps."""
         speed = self.speed
         return 0.0 if speed is None else speed.throughput
 
 
 @dataclass(frozen=True)
 class Speed:
-    """Speed of a run, the same on every command and page.
+    """Speed of a run, as all commands and pages show it.
 
     Attributes:
-        step_s: median step time of rank 0 in seconds, warm-up excluded.
-        samples: median number of samples of these steps.
-        overall: samples per second of the whole training, with evaluations, checkpoints and pauses; None while the run
-            is active.
+        step_s: median step time of rank 0 in seconds, without warm-up steps.
+        samples: median number of samples per step, without warm-up steps.
+        overall: samples per second over the whole training, including evaluations, checkpoints and pauses; None while
+            the run is active.
     """
 
     step_s: float
@@ -308,54 +306,54 @@ class Speed:
 
     @classmethod
     def of(cls, steps: Sequence[dict[str, Any]], training_time_s: float = 0.0) -> Speed | None:
-        """Compute the speed from the step lines of rank 0; None if no step counts."""
+        """Compute the speed from rank 0's step records; None without a timed step."""
         counted = timed(steps)
         if not counted:
             return None
         samples, step_s = (float(statistics.median(s[key] for s in counted)) for key in ("samples", "step_s"))
-        each = {s["step"]: s["samples"] for s in steps}  # a step may have been trained twice
+        each = {s["step"]: s["samples"] for s in steps}  # count a repeated step once
         return cls(step_s, samples, sum(each.values()) / training_time_s if training_time_s else None)
 
     @property
     def throughput(self) -> float:
-        """Samples per second of the median step."""
+        """Samples per second in a median step."""
         return self.samples / self.step_s
 
     @property
     def overall_if_other(self) -> float | None:
-        """The overall speed; None if it is within a tenth of the throughput."""
+        """Overall speed; None if it differs from the throughput by at most 10%."""
         overall = self.overall
         return None if overall is None or abs(overall / self.throughput - 1) <= _ALIKE else overall
 
 
 def timed(steps: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Select the steps that count for speeds: after the warm-up, and with a time.
+    """Select the timed steps after the warm-up, from which speeds are computed.
 
-    On accelerators the last step of an attempt has no time.
+    On accelerators, the last step of an attempt has no time.
     """
     return [s for s in steps[WARM_UP_STEPS:] if s["step_s"] > 0]
 
 
 class JsonLines:
-    """An append-only file of JSON lines.
+    """Append-only file of JSON lines.
 
-    Each line is one write, so a crash at any moment loses at most the last one.
+    Each line is a single write, so a crash loses at most the last line.
 
     Args:
-        lossy: whether lines that the disk rejects are counted and reported on stderr, instead of raising an error.
+        lossy: whether a failed write only counts and reports the lost line, instead of raising an error.
 
     Attributes:
-        lost: number of lines rejected since the last successful write.
-        missing: number of lines lost before the newest one, until the caller resets it.
+        lost: number of lines lost since the last successful write.
+        missing: number of lines lost before the last successful write; the caller resets it.
     """
 
     def __init__(self, path: Path, *, lossy: bool = False) -> None:
         self.path, self.lossy, self.lost, self.missing = path, lossy, 0, 0
-        self._writing = threading.Lock()  # the thread that writes a checkpoint also writes events here
+        self._writing = threading.Lock()  # a lock, because the checkpoint writer's thread also writes events
         try:
             self._fd = open_to_append(path)
             size = os.fstat(self._fd).st_size
-            self._cut = bool(size) and os.pread(self._fd, 1, size - 1) != b"\n"  # truncated by a crash
+            self._cut = bool(size) and os.pread(self._fd, 1, size - 1) != b"\n"  # a crash truncated the last line
         except OSError as error:
             raise RunError(
                 "file.unwritable", "{file} cannot be written: {reason}", file=path, reason=error.strerror
@@ -365,7 +363,7 @@ class JsonLines:
         """Append one line of JSON text.
 
         Raises:
-            RunError: the disk is full or gone, and the lines are not `lossy`. Earlier lines stay readable.
+            RunError: the write fails, and the file is not `lossy`. Earlier lines stay readable.
         """
         with self._writing:
             try:
@@ -393,13 +391,13 @@ class JsonLines:
     def close(self) -> None:
         """Close the file."""
         os.close(self._fd)
-        self._fd = -1  # a thread that still writes gets an error, never another file that reuses the file descriptor
+        self._fd = -1  # so that a late write raises an error, instead of going to a file that reuses the descriptor
 
     def _append(self, line: str) -> None:
         data = f"{chr(10) if self._cut else ''}{line}\n".encode()
         written = os.write(self._fd, data)
         self._cut = data[written - 1 : written] != b"\n"
-        if written < len(data):  # the last free bytes of a disk
+        if written < len(data):  # the disk became full during the write
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         if self.lost:
             print(printable(f"{self.path} can be written again; lines lost: {self.lost}"), file=sys.stderr, flush=True)
@@ -407,15 +405,15 @@ class JsonLines:
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Return the whole lines of a JSON-lines file; empty if it does not exist.
+    """Yield the lines of a JSON-lines file; none if the file does not exist.
 
-    A last line that a crash truncated is skipped.
+    Lines that a crash has truncated are skipped.
     """
     try:
         for line in whole_lines(path):
             try:
                 yield json.loads(line)
-            except (ValueError, RecursionError):  # truncated by a crash; the following lines are whole
+            except (ValueError, RecursionError):  # a crash truncated this line; later lines are valid
                 continue
     except FileNotFoundError:
         return
@@ -426,7 +424,7 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def differences(old: dict[str, Any], new: dict[str, Any], where: str = "") -> Iterator[str]:
-    """Return the differences of two nested dicts as text: `optimizer.lr was 0.1, is 0.2`."""
+    """Yield the differences of two nested dicts: `optimizer.lr was 0.1, is 0.2`."""
     for key in sorted(old.keys() | new.keys()):
         before, after = old.get(key), new.get(key)
         if isinstance(before, dict) and isinstance(after, dict):
@@ -441,7 +439,7 @@ def _describe(path: Path, job: Job, cluster: Cluster, plan: Plan) -> None:
     `job.yaml` is written last, because it marks the directory as a run.
     """
     try:
-        if not (path / "job.yaml").exists():  # keeps the permissions of a run that its owner has shared
+        if not (path / "job.yaml").exists():  # keep an existing run's permissions, because its owner may have shared it
             private_folder(path)
         for folder in FOLDERS:
             (path / folder).mkdir(mode=0o700, exist_ok=True)
@@ -470,7 +468,7 @@ def _has_aliases(text: str) -> bool:
 
 
 def work_of_run(run: Run) -> dict[str, Any]:
-    """Return the keys of a run's job that affect the result of a step."""
+    """Return the values of a run's job that affect the result of a step."""
     return _work(run.job)
 
 

@@ -1,4 +1,4 @@
-"""Detection of slow ranks in a run, and the spread of the ranks' compute times."""
+"""Detection of slow ranks, and the spread of ranks' compute times."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from paceline.errors import RunError
 from paceline.planning.plan import AXES, Plan
 from paceline.run.record.run import WARM_UP_STEPS, Run
 
-WINDOW = 20  # number of steps for a rank's median
-WARM_UP = 5  # skipped steps, in which compilers and allocators are slow on some ranks
-# seconds of work in which a rank must stay slow before it is reported: on a shared machine, each rank is sometimes slow
+WINDOW = 20  # number of steps in the median of a rank's busy time
+WARM_UP = 5  # first steps to skip, because compilers and allocators are slow on some ranks
+# a rank is reported after it was slow for this many seconds of work: on a shared machine, each rank is sometimes slow
 # for a moment
 PATIENCE_S = 10.0
-SLOW, RECOVERED = 1.5, 1.2  # multiples of the median of the other ranks
-_LEAST_S = 0.002  # minimum difference in seconds: less is noise, and not worth a change
+SLOW, RECOVERED = 1.5, 1.2  # a rank is slow, or has recovered, at these multiples of the other ranks' median
+_LEAST_S = 0.002  # minimum difference in seconds; smaller differences are noise
 
 
 class SlowRanks:
-    """Comparison of ranks over a window of steps; reports a slow rank and its recovery.
+    """Detector of slow ranks and their recovery, over a window of steps.
 
-    Ranks are compared with those that do the same work: in a pipeline, with the same stage of other replicas. A rank
-    without such peers is not compared.
+    A rank is compared with the ranks that do the same work. In a pipeline, these are the ranks of the same stage in
+    other replicas. A rank without such peers is not compared.
     """
 
     def __init__(self, plan: Plan, hosts: Sequence[int]) -> None:
@@ -39,13 +39,13 @@ class SlowRanks:
         }
         self._seen = 0
         self._steps: deque[tuple[int, list[float]]] = deque(maxlen=WINDOW)
-        self._slow: dict[int, int] = {}  # first step of the slow period
-        # first step of the slow period, and the seconds of work since then
+        self._slow: dict[int, int] = {}  # by rank: first step of the slow period
+        # by rank: first step of the slow period, and seconds of work when the rank was first suspected
         self._suspected: dict[int, tuple[int, float]] = {}
         self._worked_s = 0.0
 
     def step(self, step: int, busy_s: Sequence[float]) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Add every rank's busy time in a step; yield the resulting events."""
+        """Add every rank's busy time in a step; yield events about slow ranks."""
         if len(busy_s) != len(self._others):
             return
         self._seen += 1
@@ -83,10 +83,7 @@ class SlowRanks:
         }
 
     def _since(self, rank: int, others: Sequence[int]) -> int:
-        """Return the first step of the window since which the rank was mostly slow.
-
-        From this step, more than half of the steps up to each later one are slow.
-        """
+        """Return the first step of the window since which the rank has mostly been slow."""
         slow = [_Compared(busy[rank], statistics.median(busy[r] for r in others)).is_slow for _, busy in self._steps]
         balance, best, at = 0, 0, len(slow) - 1
         for i in reversed(range(len(slow))):
@@ -115,7 +112,7 @@ class _Compared:
 
 
 def pipeline_ranks(plan: Plan) -> list[int]:
-    """Return the position of every rank in its pipeline."""
+    """Return the pipeline stage index of every rank."""
     after = prod(getattr(plan, axis) for axis in AXES[AXES.index("pp") + 1 :])
     return [rank // after % plan.pp for rank in range(plan.ranks)]
 
@@ -124,10 +121,10 @@ _FEWEST = 10  # minimum number of steps for a meaningful spread
 
 
 def step_time_sigma(run: Run) -> float:
-    """Return the standard deviation of a rank's step compute times, relative to its mean.
+    """Return the relative standard deviation of the ranks' compute times per step.
 
-    The result is the root mean square over the ranks, without the first steps. Compute is timed before ranks wait for
-    each other, so delays of other ranks are not included.
+    The result is the root mean square over the ranks, without warm-up steps. Compute times end before a rank waits for
+    other ranks, so other ranks' delays are not included.
 
     Raises:
         RunError: no rank has enough steps.
@@ -136,7 +133,7 @@ def step_time_sigma(run: Run) -> float:
 
 
 def step_time_ratios(run: Run) -> list[list[float]]:
-    """Return the compute times of each rank's later steps, relative to their mean.
+    """Return each rank's compute times after the warm-up, relative to their mean.
 
     Raises:
         RunError: no rank has enough steps.
