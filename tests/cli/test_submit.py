@@ -205,7 +205,7 @@ def test_a_cluster_without_the_kind_is_told_with_those_that_it_has(here: Path, m
     kubectl(here, monkeypatch, versions="batch/v1 jobset.x-k8s.io/v1alpha2")
     options = ["--run", "s3://a/b", "--scheduler-option", "image=a", "--scheduler-option", "kind=trainjob"]
     error = paceline("submit", "job.yaml", "--on", "kubernetes", *options, folder=here).error
-    assert "the cluster has no trainjob" in error
+    assert "the cluster does not support a trainjob" in error
     assert "It has: jobset, job; say --scheduler-option kind=jobset." in error
     assert not (here / "created").exists()
 

@@ -284,7 +284,7 @@ def test_a_port_in_use_is_named_with_the_process_that_has_it() -> None:
 
 @pytest.mark.parametrize("port", [70_000, -1])
 def test_a_port_that_cannot_be_is_an_error(port: int) -> None:
-    assert "ports go from 1 to 65535" in failure("vanish_with_code_5", port=port)
+    assert "ports are numbered from 1 to 65535" in failure("vanish_with_code_5", port=port)
 
 
 # Restarts

@@ -1,4 +1,4 @@
-"""Launch of ranks in attempts, each watched until all its ranks have ended."""
+"""Launch of a run's ranks, in one or more attempts that are monitored until all ranks have ended."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from paceline.wire.status import RankStatus
 
 @dataclass(frozen=True)
 class Launched:
-    """Result of a launch that did not fail. `stopped_by`: the signal that ended the launch early, or None."""
+    """Result of a successful launch. `stopped_by` is the signal that ended the launch early, or None."""
 
     attempts: int
     stopped_by: str | None
@@ -42,25 +42,24 @@ def launch(
     on_event: Callable[[str, dict[str, Any]], object] = lambda *_: None,
     adopts: NextGeneration | None = None,
 ) -> Launched:
-    """Call a function on every rank, in its place, and wait until all have ended.
+    """Start all ranks, each with the same function, and wait until all have ended.
 
-    SIGINT and SIGTERM are forwarded once, so that the ranks save and end. A second SIGINT kills them. A rank that is
-    still starting gets SIGTERM for both signals.
+    The first SIGINT or SIGTERM is forwarded, so that the ranks save a checkpoint and end. A second SIGINT kills the
+    ranks. A rank that is still starting receives SIGTERM for either signal.
 
     Args:
-        restarts: number of restarts allowed per hour, for failures that another attempt may survive.
+        restarts: number of restarts allowed per hour, after failures that may not occur again in a new attempt.
         on_tick: called at least five times a second, in this thread.
-        on_event: called with ("stop", {signal}), ("restart", {attempt, rank, reason, code}) and, where ranks recover,
-            ("lost", {rank, waiting, reason, code, stack, generation, again, waits}),
-            ("host_lost", {host, number, ranks, reason, generation, again, waits_s, revived}),
-            ("host_back", {host, number, ranks, generation}), ("joins", {ranks, generation}) and
-            ("scaled", {by, ranks, host, generation}).
-        adopts: take over the ranks that hosts have kept running, instead of starting new ranks.
+        on_event: called with ("stop", {signal}), ("restart", {attempt, rank, reason, code}) and, if ranks recover,
+            ("lost", {rank, waiting, reason, code, stack, generation, again, waits}), ("host_lost", {host, number,
+            ranks, reason, generation, again, waits_s, revived}), ("host_back", {host, number, ranks, generation}),
+            ("joins", {ranks, generation}) and ("scaled", {by, ranks, host, generation}).
+        adopts: ranks that hosts have kept running after the loss of a coordinator. None starts all ranks.
 
     Raises:
-        LaunchError: the ranks could not be started, or a rank raised, hung or was killed; the text names the rank and
-            shows its traceback.
-        SystemExit: 130, after a second SIGINT.
+        LaunchError: the ranks could not be started, or a rank raised an exception, hung or was killed. The text names
+            the rank and shows its traceback.
+        SystemExit: with exit code 130, after a second SIGINT.
     """
     if setting.pin_cores is not None and len(setting.pin_cores) != setting.ranks:
         cores = f"pin_cores names the cores of {len(setting.pin_cores)} ranks"
@@ -90,7 +89,7 @@ def launch(
 
 
 class Attempt:
-    """One start of all ranks, watched until all have ended."""
+    """One attempt of a launch, from the start of all ranks until all have ended."""
 
     def __init__(self, ranks: Ranks) -> None:
         self.ranks, setting = ranks, ranks.setting
@@ -99,17 +98,17 @@ class Attempt:
         self.watchdog = Watchdog(setting.deadline_s, setting.start_deadline_s, follows_steps=follows_steps)
 
     def watch(self) -> LaunchError | None:
-        """Wait until all ranks have ended, or were stopped because one failed or hangs.
+        """Wait until all ranks have ended, or were stopped because one rank failed or hung.
 
         Return None if all ranks ended with exit code 0.
 
         Raises:
-            SystemExit: 130, if a second SIGINT arrived and all ranks were killed.
+            SystemExit: with exit code 130, after a second SIGINT has killed all ranks.
         """
         ranks, losses, setting = self.ranks, self.losses, self.ranks.setting
         while ranks.running:
             ranks.note_ends(*([MEETING_S] if losses.hurries else []))
-            ranks.tick()  # first: it ends the attempt if another process took the run over
+            ranks.tick()  # called first, because it ends the attempt if another process has taken over the run
             ranks.obey_signals()
             alone = ranks.remote.cut_off() if ranks.remote else None
             if reason := alone or losses.too_few:
@@ -139,7 +138,7 @@ class Attempt:
     def _failed(self) -> LaunchError:
         ranks, before = self.ranks, self.ranks.ends()
         ranks.stop_all()
-        after, members = ranks.ends(), set(self.losses.counted)  # other ranks were lost before
+        after, members = ranks.ends(), set(self.losses.counted)  # all other ranks were lost earlier
         ends = [
             late if late.record or early.code is not None else early
             for early, late in zip(before, after, strict=True)
@@ -156,12 +155,12 @@ class Attempt:
         return failure
 
     def _held(self) -> list[RankStatus]:
-        """Ranks that SIGSTOP has held for too long; they handle no other signal."""
+        """Ranks that SIGSTOP has suspended for too long. A suspended rank handles no other signal."""
         late = self.ranks.stopped_too_long([rank.number for rank in self.ranks.running])
         return [status for status in self.ranks.board.read() if status.rank in late]
 
     def _hung(self) -> list[RankStatus]:
-        """Ranks without progress for too long; all ranks if they only wait for one another."""
+        """Ranks that have made no progress for too long, or all ranks if they only wait for one another."""
         ranks = self.ranks
         # a joining rank waits for the end of a step
         alive = [s for s in ranks.board.read() if ranks[s.rank].code is None and s.phase != "joining"]
@@ -184,14 +183,15 @@ class Attempt:
 def places_on(
     cluster: Cluster, ranks: int, on_end: Callable[[dict[str, LinkBytes]], None] | None = None
 ) -> Iterator[list[RankPlace]]:
-    """Place `ranks` ranks on a cluster; emulated hosts run inside the context.
+    """Assign `ranks` ranks to the hosts of a cluster. Emulated hosts run inside the context.
 
     Args:
-        on_end: called at the end, also after an error, with the bytes carried by emulated hosts' links, by host.
+        on_end: called at the end, even after an error, with the bytes that the links of each emulated host have
+            carried.
 
     Raises:
         ClusterError: the hosts cannot be emulated here.
-        LaunchError: their host processes cannot be started.
+        LaunchError: the host processes of the emulated hosts cannot be started.
     """
     if cluster.emulate is None:
         hosts = current_hosts()
@@ -207,10 +207,10 @@ def places_on(
 
 
 def _on_these_hosts(hosts: Hosts, cluster: Cluster, ranks: int) -> list[RankPlace]:
-    """Place ranks on the hosts of this run, filling the hosts in order.
+    """Assign ranks to the hosts of this run, and fill the hosts in order.
 
     Raises:
-        LaunchError: rank 0 would not be on host 0.
+        LaunchError: host 0 has no device for rank 0.
     """
     per_host = cluster.ranks_per_host(ranks)
     if not per_host[0]:
@@ -225,7 +225,7 @@ def _on_these_hosts(hosts: Hosts, cluster: Cluster, ranks: int) -> list[RankPlac
             rank,
             count,
             hosts.address_of(number),
-            interface_of(hosts.address_of(0)) or "lo",  # each host replaces it with its own
+            interface_of(hosts.address_of(0)) or "lo",  # each host substitutes its own interface
             number=number,
             host_name=cluster.hosts[number].name,
         )
@@ -235,7 +235,7 @@ def _on_these_hosts(hosts: Hosts, cluster: Cluster, ranks: int) -> list[RankPlac
 
 
 def _show_cursor() -> None:
-    """Show the terminal's cursor again: an interrupted progress display leaves it hidden."""
+    """Show the terminal's cursor again, because an interrupted progress display leaves it hidden."""
     # rich replaces sys.stderr with an object that shows control codes as text
     terminal = sys.__stderr__
     if terminal is not None and terminal.isatty():

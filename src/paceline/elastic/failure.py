@@ -1,4 +1,4 @@
-"""Ends of a launch: stop signals, and the root cause of a failure."""
+"""End of a launch by a signal or a failure, and the root cause of the failure."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ from paceline.text import printable
 from paceline.wire.status import RankStatus
 
 HOST = socket.gethostname()
-# Transient errors of a file system or a network. A missing file, a directory with its name or a permission error is
-# permanent.
+# These errors of a file system or a network may be transient. A missing file, a directory in place of a file, or a
+# permission error is permanent.
 _PASSING_NAMES = (
     "EIO ENOSPC EDQUOT EROFS ESTALE ETIMEDOUT EAGAIN EBUSY EINTR ENOMEM ENFILE EMFILE ENOLCK EREMOTEIO ENODEV ENXIO "
     "ENOTCONN ECONNRESET ECONNABORTED ECONNREFUSED EPIPE EHOSTDOWN EHOSTUNREACH ENETDOWN ENETUNREACH ENETRESET ENOLINK "
     "ECOMM"
 )
 _PASSING = {getattr(errno, name) for name in _PASSING_NAMES.split()}
-_STACK_LINES = 60  # shown of each hung rank
-# folders of the packages of this distribution
+_STACK_LINES = 60  # longest stack trace shown for a hung rank
+# folders of paceline's own packages
 OWN_FILES = tuple(
     f"{Path(__file__).parents[2] / package}{os.sep}"
     for package in ("paceline", "paceline_federated", "paceline_lab", "paceline_server")
@@ -44,11 +44,12 @@ OWN_FILES = tuple(
 
 @dataclass(frozen=True)
 class ErrorRecord:
-    """Record that a rank writes when it raises.
+    """Error record that a rank writes when it raises an exception.
 
-    `time` is in seconds since the epoch. `secondary`: the rank only lost a peer, so another rank is the cause.
-    `explained`: a PacelineError, whose message is enough for a user unless the error comes from their own code.
-    `may_pass`: the cause lies outside the program, such as a disk or a killed process, and another attempt may succeed.
+    `time` is in seconds since the epoch. `secondary` is true if the rank only lost a peer, so that another rank is the
+    cause. `explained` is true for a PacelineError, which needs no traceback unless it comes from the user's own code.
+    `may_pass` is true if the cause lies outside the program, such as a disk or a killed process, and another attempt
+    may succeed.
     """
 
     rank: int
@@ -56,17 +57,17 @@ class ErrorRecord:
     pid: int
     time: float
     type: str
-    message: str  # with the type's name in front, unless `explained`
+    message: str  # begins with the name of the type, unless `explained`
     traceback: str
     secondary: bool
     explained: bool
     may_pass: bool = False
-    code: str = "launch.rank_raised"  # of a PacelineError, with its fields
+    code: str = "launch.rank_raised"  # code of a PacelineError; `fields` has its fields
     fields: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
     def of(cls, error: BaseException, rank: int) -> ErrorRecord:
-        """Make a record of `error`, which this process has just caught.
+        """Make the record of an error that this process has just caught.
 
         The traceback starts in the frame below the one that caught the error.
         """
@@ -94,7 +95,7 @@ class ErrorRecord:
         )
 
     def cause(self, ranks: int) -> str:
-        """The error as a user reads it, without its traceback."""
+        """Message of the error for the user, without the traceback."""
         if self.explained:
             return self.message
         stopped = " and the other ranks were stopped" if ranks > 1 else ""
@@ -117,22 +118,22 @@ class ErrorRecord:
 
 @dataclass(frozen=True)
 class RankEnd:
-    """End of one rank; `code` is None if it still runs, negative for a signal."""
+    """Final or current state of a rank. `code` is None while the rank runs, and negative after a signal."""
 
     status: RankStatus
     pid: int
     code: int | None
-    alive_at: float  # seconds since the epoch when it was last seen alive
+    alive_at: float  # when the rank was last seen alive, in seconds since the epoch
     record: ErrorRecord | None
-    stack: str  # faulthandler's output, after a crash or on request
-    stopped: bool  # held by SIGSTOP
+    stack: str  # output of faulthandler, after a crash or on request
+    stopped: bool  # suspended by SIGSTOP
     host: str = HOST
-    remote: bool = False  # on another host; `oom_kills` is the count of its kernel
+    remote: bool = False  # True if the rank is on another host, whose kernel then counted `oom_kills`
     oom_kills: int | None = None
 
     @property
     def primary(self) -> bool:
-        """True if the rank failed by itself. SIGABRT without a record comes from C++ code that lost a peer."""
+        """True if the failure began in this rank. SIGABRT without a record comes from C++ code that lost a peer."""
         if self.record:
             return not self.record.secondary
         return self.code not in (None, 0, -signal.SIGABRT)
@@ -144,11 +145,14 @@ class RankEnd:
 
 
 def root_cause(ends: Sequence[RankEnd], oom_kills: int | None) -> LaunchError:
-    """Return the failed rank: the first primary failure, else the rank that others waited for.
+    """Return the error of the rank that caused the failure of an attempt.
+
+    This is the first rank whose failure began in the rank itself. Otherwise it is a suspended rank, a rank that ended
+    too early, or the rank that failed first.
 
     Args:
-        oom_kills: processes of this control group that were killed for lack of memory during the attempt; None if the
-            kernel does not report them.
+        oom_kills: number of processes in this control group that were killed for lack of memory during the attempt;
+            None if the kernel does not report it.
     """
     own = sorted((e for e in ends if e.primary), key=lambda e: e.failed_at)
     if own:
@@ -177,9 +181,9 @@ def ended_early(end: RankEnd) -> str:
 
 
 def hang(hung: Sequence[RankEnd], ends: Sequence[RankEnd], now_ns: int) -> LaunchError:
-    """Describe the failure of ranks without progress for longer than allowed.
+    """Describe the failure of ranks that made no progress within the deadline.
 
-    Stopped ranks come first, then the ranks with the longest idle time.
+    Suspended ranks come first, followed by the other ranks in order of decreasing idle time.
     """
     hung = sorted(hung, key=lambda e: (not e.stopped, e.status.changed_ns))
     first = hung[0]
@@ -242,8 +246,8 @@ def _describe(end: RankEnd, ranks: int, oom_kills: int | None) -> LaunchError:
         )
     return LaunchError(
         "launch.rank_left",
-        "{who} ended with exit code {code} in {where} and reported no error. Check whether the job's code calls "
-        "os._exit(). {then}.",
+        "{who} ended with exit code {code} in {where} and reported no error; {then}. Check whether the "
+        "job's code calls os._exit().",
         who=_who(end),
         code=end.code,
         where=_where(end.status),
@@ -255,11 +259,12 @@ def _describe(end: RankEnd, ranks: int, oom_kills: int | None) -> LaunchError:
 def killed(end: RankEnd, oom_kills: int | None, *, serves: bool = False) -> str:
     """Describe a killed rank: its signal and what it was doing.
 
-    If the kernel killed the rank, the text gives the reason.
+    If the kernel killed the rank for lack of memory, the text says so.
 
     Args:
-        oom_kills: as for `root_cause`, but on the rank's host, since the previous loss of a rank there.
-        serves: the rank is a server, which takes no steps.
+        oom_kills: number of processes that were killed for lack of memory on the rank's host, since the previous loss
+            of a rank on that host.
+        serves: True if the rank is a server, which takes no steps.
     """
     assert end.code is not None
     return f"{_killed(end, serves=serves)}{_reason(-end.code, oom_kills) if oom_kills else ''}"
@@ -306,7 +311,7 @@ def _reason(number: int, oom_kills: int | None) -> str:
 
 
 def stack_beside(record: Path) -> str:
-    """Return the stack traces that a rank wrote beside its error record, or ""."""
+    """Return the stack traces in the file next to an error record, or "" if there is no file."""
     path = record.with_suffix(".stack")
     return path.read_text(errors="replace") if path.exists() else ""
 
@@ -314,7 +319,7 @@ def stack_beside(record: Path) -> str:
 def shortened(stack: str) -> str:
     """Shorten the output of faulthandler to one screen, main thread first.
 
-    Frames around the rank's function are left out.
+    Frames outside the rank's own function are omitted.
     """
     threads = [thread for thread in stack.split("\n\n") if "hread 0x" in thread and "_kill_when_orphaned" not in thread]
     threads.sort(key=lambda thread: "Current thread" not in thread)
@@ -324,7 +329,7 @@ def shortened(stack: str) -> str:
 
 
 def traceback_of_users_code(error: PacelineError) -> str:
-    """Return the traceback of the user's error behind `error`; "" if the message is enough.
+    """Return the traceback of the user's exception that caused `error`; "" if no traceback is needed.
 
     The traceback begins at the first frame outside paceline and Python's importer.
     """
@@ -336,12 +341,12 @@ def traceback_of_users_code(error: PacelineError) -> str:
         frames.tb_frame.f_code.co_filename.startswith(OWN_FILES) or "importlib" in frames.tb_frame.f_code.co_filename
     ):
         frames = frames.tb_next
-    told_elsewhere = getattr(cause, "__notes__", None)  # of a loader process
+    told_elsewhere = getattr(cause, "__notes__", None)  # set by an error in a loader process
     return "".join(traceback.format_exception(type(cause), cause, frames)) if frames or told_elsewhere else ""
 
 
 def _may_pass(error: BaseException | None) -> bool:
-    """True if a disk, network or loader process caused the error, and not the job."""
+    """True if a disk, a network or a loader process caused the error, so that it may not occur again."""
     if error is None:
         return False
     if getattr(error, "may_pass", False) or (isinstance(error, OSError) and error.errno in _PASSING):
@@ -352,7 +357,7 @@ def _may_pass(error: BaseException | None) -> bool:
 
 
 def _only_lost_a_peer(error: BaseException | None) -> bool:
-    """True if the error is a lost connection: another rank's failure, seen from here."""
+    """True if the error is only a lost connection, caused by the failure of another rank."""
     return error is not None and (lost_a_peer(error) or _only_lost_a_peer(error.__cause__))
 
 
@@ -365,7 +370,7 @@ def state_of(pid: int) -> str:
 
 
 def oom_kills() -> int | None:
-    """Count the processes of this control group that the kernel killed for lack of memory.
+    """Return the number of processes in this control group that the kernel killed for lack of memory.
 
     None if the kernel does not report it.
     """
@@ -376,7 +381,7 @@ def oom_kills() -> int | None:
 
 
 def _memory_counters() -> list[Path]:
-    """Candidate paths of this control group's counters. In a container the group is often the root."""
+    """Files that may contain the memory counters of this control group. In a container, the group is often the root."""
     files = [Path("/sys/fs/cgroup/memory.events"), Path("/sys/fs/cgroup/memory/memory.oom_control")]
     with suppress(OSError):
         for line in Path("/proc/self/cgroup").read_text().splitlines():
@@ -411,17 +416,17 @@ def show(error: Exception) -> None:
 
 
 def _with_codes(cause: str, error: PacelineError) -> str:
-    """The printable text of an error, with `[code]` after each problem; dim in a terminal."""
+    """Printable text of an error, with `[code]` after each problem. In a terminal, the codes are dim."""
     shown = "\x1b[2m[{}]\x1b[0m" if sys.stderr.isatty() and not os.environ.get("NO_COLOR") else "[{}]"
     texts = [problem.text for problem in error.problems]
-    if not cause.startswith(whole := "\n".join(texts)):  # the text has a location or a summary around its problem
+    if not cause.startswith(whole := "\n".join(texts)):  # the text adds a location or a summary to the problem
         return f"{printable(cause)}  {shown.format(error.code)}"
     lines = [f"{printable(problem.text)}  {shown.format(problem.code)}" for problem in error.problems]
     return "\n".join(lines) + printable(cause.removeprefix(whole))
 
 
 def cause_and_traceback(error: Exception) -> tuple[str, str]:
-    """Return the message of an error, and its traceback; empty if the message is enough."""
+    """Return the message of an error, and its traceback. The traceback is empty if the message is sufficient."""
     if isinstance(error, PacelineError):
         if error.traceback:
             lines = str(error).replace(error.traceback, "").strip().splitlines()
@@ -432,14 +437,14 @@ def cause_and_traceback(error: Exception) -> tuple[str, str]:
 
 
 def below(frames: str, name: str = "newest", folder: Path | None = None) -> str:
-    """Return the lines below the cause of an error.
+    """Return the lines to print after the cause of an error.
 
-    These lines give the location of the error and the file with the traceback, or the traceback itself.
+    These lines name the location of the error and the file that contains the traceback, or they show the traceback.
 
     Args:
         frames: the traceback.
         name: name of the file, without `.txt`.
-        folder: folder of the file; None is a folder in the user's cache.
+        folder: folder of the file; None uses a folder in the user's cache.
     """
     file = None if _shows_traceback else write_traceback(frames, name, folder)
     if file is None:
@@ -454,10 +459,11 @@ def below(frames: str, name: str = "newest", folder: Path | None = None) -> str:
 
 
 class StopSignals:
-    """Context that counts SIGINT and SIGTERM instead of ending this process.
+    """Context manager that records SIGINT and SIGTERM instead of ending this process.
 
-    `first` is the name of the first signal, or None. A later SIGINT sets `kill`. A signal that was ignored before stays
-    ignored (as under nohup). Outside the main thread Python handles no signals, so nothing changes there.
+    `first` is the name of the first signal, or None. A later SIGINT sets `kill`. A signal that was already ignored
+    stays ignored, for example under nohup. In other threads than the main thread, the context has no effect, because
+    Python handles signals only in the main thread.
     """
 
     def __init__(self) -> None:
@@ -485,7 +491,7 @@ class StopSignals:
 
 @contextmanager
 def sigterm_as_exit() -> Iterator[None]:
-    """Turn SIGTERM into an exit with code 143 inside the context. A launch handles SIGTERM itself."""
+    """Make SIGTERM raise SystemExit with code 143 inside the context. A launch handles SIGTERM by itself."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -504,7 +510,7 @@ def _leave(number: int, _: FrameType | None) -> None:
 
 
 def stopped_before(what: str, name: str) -> LaunchError:
-    """Error of a run that a signal stopped before something happened."""
+    """Make the error of a run that a signal stopped before `what` happened."""
     return LaunchError(
         "launch.stopped_by_signal",
         "{signal} stopped the run before {what}.",
@@ -515,7 +521,7 @@ def stopped_before(what: str, name: str) -> LaunchError:
 
 
 def exit_code_of(error: BaseException) -> int:
-    """Exit code of a command that ends with this error."""
+    """Return the exit code of a command that ends with this error."""
     if isinstance(error, KeyboardInterrupt):
         return 130
     code = getattr(error, "code", None) if isinstance(error, SystemExit) else getattr(error, "exit_code", None)

@@ -1,9 +1,9 @@
-"""Ranks of this host, forked from a process that imports torch once.
+"""Ranks of this host, which are forked from a process that has imported torch once.
 
-A fork takes a fraction of the time of the imports, and shares their memory. The forkserver starts no threads and
-initializes no accelerator, because neither survives a fork. If an import starts a thread or an accelerator, or if
-`PACELINE_FORK=0` is set, every rank runs in a Python interpreter of its own. The forkserver and the ranks run
-`rank.py`.
+A fork is much faster than importing torch again, and forked ranks share the memory of the imported modules. The
+forkserver starts no threads and initializes no accelerator, because neither survives a fork. If an import starts a
+thread or initializes an accelerator, or if `PACELINE_FORK=0` is set, every rank runs in its own Python interpreter. The
+forkserver and the ranks run `rank.py`.
 """
 
 from __future__ import annotations
@@ -33,15 +33,17 @@ from paceline.elastic.failure import stack_beside, state_of
 from paceline.errors import LaunchError
 from paceline.rank_environment import KEY_FD, RankEnvironment
 
-# glibc gives freed blocks back to the kernel and faults them in again at every step: 1,450 page faults and a fifth of
-# the step of a small convolutional network. A rank keeps freed memory, except for blocks as large as a big layer's
-# gradient. benchmarks/overhead.py measures the effect.
+# By default, glibc returns freed blocks to the kernel, so that every step causes page faults when the memory is used
+# again. In a small convolutional network, these were 1,450 page faults and a fifth of the step time. With these
+# settings a rank keeps freed memory, except blocks as large as the gradient of a big layer. benchmarks/overhead.py
+# measures the effect.
 ALLOCATOR = {"MALLOC_TRIM_THRESHOLD_": str(2**30), "MALLOC_MMAP_THRESHOLD_": str(2**25)}
-DEFAULTS = {**ALLOCATOR, "TORCH_CPP_LOG_LEVEL": "ERROR"}  # otherwise C++ stacks of lost peers bury the first error
-OFF = "PACELINE_FORK"  # 0: every rank runs in an interpreter of its own
-# libgomp reads these while it loads, and would keep all forks on the cores chosen for the forkserver.
+# otherwise the C++ stack traces about lost peers hide the first error
+DEFAULTS = {**ALLOCATOR, "TORCH_CPP_LOG_LEVEL": "ERROR"}
+OFF = "PACELINE_FORK"  # with the value 0, every rank runs in its own interpreter
+# libgomp reads these variables while it loads, and would restrict all forks to the cores of the forkserver.
 _BEFORE_FORK = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")
-# The imports do not read these, nor any variable of `RankEnvironment`.
+# Imports read neither these variables nor the variables of `RankEnvironment`.
 AFTER_FORK = {
     *VISIBLE,
     DEVICE_VARIABLE,
@@ -51,9 +53,9 @@ AFTER_FORK = {
     "TORCHINDUCTOR_CACHE_DIR",  # torch.compile sets these two
     "TRITON_CACHE_DIR",
 }
-# no other thread may run during a fork
+# these prevent further threads, because no other thread may run during a fork
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-# kept per process, so that an environment that is changed and restored costs no new imports
+# number of forkservers kept per process, so that a change of the environment and back needs no new imports
 _MOST_FORKSERVERS = 2
 FORKSERVER = "--forkserver"  # first argument that makes `rank.py` a forkserver
 _ANSWER_S = 60.0
@@ -63,18 +65,24 @@ _LENGTH = struct.Struct("!I")
 
 @dataclass
 class ForkedRank:
-    """Forked rank. It remains a zombie until `wait`, so that its process id is not reused earlier."""
+    """Process of a forked rank.
+
+    After its end it remains a zombie until `wait` is called, so that its process id is not reused earlier.
+    """
 
     pid: int
     forkserver: Forkserver
 
     def kill(self) -> None:
-        """Send SIGKILL to this process only."""
+        """Send SIGKILL to this process, but not to processes that it started."""
         with suppress(ProcessLookupError):
             os.kill(self.pid, signal.SIGKILL)
 
     def wait(self) -> int:
-        """Return the exit code, negative for a signal. It is that of SIGTERM if the forkserver was lost."""
+        """Return the exit code, negative for a signal.
+
+        If the forkserver was lost, the result is the negative number of SIGTERM.
+        """
         try:
             return int(self.forkserver.ask({"do": "wait", "pid": self.pid})["code"])
         except LaunchError:
@@ -82,7 +90,7 @@ class ForkedRank:
 
 
 class ForkserverProcess(Protocol):
-    """Protocol of a forkserver's process; `Popen` implements it."""
+    """Interface of a forkserver's process, which `Popen` implements."""
 
     @property
     def pid(self) -> int: ...
@@ -92,11 +100,12 @@ class ForkserverProcess(Protocol):
 
 
 class Forkserver:
-    """Forkserver process. It ends at `end`, or when this process ends for any reason.
+    """Forkserver process. It ends when `end` is called, or when this process ends for any reason.
 
     Args:
-        variables: environment of its ranks, without the variables of `RankEnvironment`.
-        start: starts the process at the second of two sockets that belong together; None for a new interpreter.
+        variables: environment variables of the ranks to fork.
+        start: function that starts the process, called with this end of a socket pair and the end for the new process.
+            None starts a new interpreter.
     """
 
     def __init__(
@@ -110,7 +119,7 @@ class Forkserver:
         self._socket.settimeout(_ANSWER_S)
         self._lock = threading.Lock()
         self._imported: set[str] = set()
-        # Pending orders, oldest first; they are answered in this order.
+        # pending orders, in the order in which they are answered
         self._asked: deque[Mapping[str, Any]] = deque([{"do": "import"}])
         self._unfit: str | None = None
         with theirs:
@@ -127,10 +136,10 @@ class Forkserver:
         return self._process.poll() is not None
 
     def wait_until_ready(self, deadline_s: float, stopped: Callable[[], object] = lambda: False) -> str | None:
-        """Wait until ranks can be forked. Return the reason if each rank needs its own interpreter.
+        """Wait until the forkserver is idle; return the reason why it cannot fork ranks, or None.
 
         Args:
-            stopped: called at least five times a second; if true, the waiting ends.
+            stopped: called at least five times a second. The wait ends when the result is true.
 
         Raises:
             LaunchError: the imports took longer than the deadline.
@@ -149,8 +158,8 @@ class Forkserver:
         return self._unfit
 
     def will_import(self, modules: Sequence[str]) -> None:
-        """Ask the forkserver to import modules before the next fork, without waiting."""
-        with self._lock, suppress(OSError):  # the next fork reports a lost forkserver
+        """Ask the forkserver to import modules before the next fork. Do not wait for the imports."""
+        with self._lock, suppress(OSError):  # the next fork raises the error of a lost forkserver
             if new := [name for name in modules if name not in self._imported]:
                 self._imported.update(new)
                 self._order({"do": "import", "modules": new})
@@ -162,10 +171,11 @@ class Forkserver:
         environment: RankEnvironment,
         listener: socket.socket | None,
     ) -> ForkedRank:
-        """Fork a rank. `variables` are its whole environment.
+        """Fork a rank whose complete environment is `variables`.
 
         Args:
-            listener: the socket on which the rank serves torch's own store. The launcher then closes its own copy.
+            listener: socket on which the rank serves torch's own store, or None. The caller closes its own copy
+                afterwards.
 
         Raises:
             LaunchError: the process could not be forked, or the forkserver is lost.
@@ -213,9 +223,9 @@ class Forkserver:
         return answer
 
     def end(self) -> None:
-        """End the process, and send SIGTERM to its ranks."""
+        """End the forkserver. Its ranks then receive SIGTERM."""
         self._socket.close()
-        if self.owner == os.getpid():  # not in a fork of the launcher
+        if self.owner == os.getpid():  # a fork of the launcher must not kill it
             self._process.kill()
             self._process.wait()
 
@@ -226,18 +236,18 @@ class Forkserver:
     def _take_late_answer(self) -> None:
         """Read an answer that no caller waits for.
 
-        The answer belongs to an import, or to an order that has timed out.
+        It is the answer to an import, or to an order that has timed out.
         """
-        if not self._asked:  # another thread has read it
+        if not self._asked:  # another thread has read the answer
             return
         answer = self._answer()
         self._unfit = answer.get("unfit") or self._unfit
-        if "pid" in answer:  # a rank that was forked too late
+        if "pid" in answer:  # this rank was forked after its caller had given up
             ForkedRank(answer["pid"], self).kill()
             self._order({"do": "wait", "pid": answer["pid"]})
 
     def _answer(self) -> dict[str, Any]:
-        """Read the answer to the oldest order; after a time-out the order stays pending."""
+        """Read the answer to the oldest pending order. After a timeout, the order remains pending."""
         gone = {"error": f"the process that ranks are forked from (pid {self.pid}) has ended", "unfit": "it has ended"}
         try:
             answer, _ = receive(self._socket)
@@ -261,17 +271,17 @@ def _interpreter(variables: Mapping[str, str], channel: socket.socket) -> subpro
     )
 
 
-_shared: list[Forkserver] = []  # of this process; the most recently used one is last
+_shared: list[Forkserver] = []  # forkservers of this process, ordered by their last use
 _sharing = threading.Lock()
 
 
 def warm_up(*modules: str) -> None:
-    """Start the shared forkserver process, unless it runs.
+    """Start the shared forkserver process, unless it runs already.
 
-    It imports torch in the background.
+    The process imports torch in the background.
 
     Args:
-        modules: further modules to import, which all ranks need. They must not start threads.
+        modules: further modules to import, which all ranks need. These modules must not start threads on import.
     """
     if why_not() is None:
         forkserver_for({**DEFAULTS, **os.environ}).will_import(modules)
@@ -280,8 +290,8 @@ def warm_up(*modules: str) -> None:
 def forkserver_for(variables: Mapping[str, str]) -> Forkserver:
     """Return the shared forkserver for ranks with this environment.
 
-    A new forkserver is started if the environment, or other inherited state, has changed since the start of the others.
-    Only the most recently used of the others is kept.
+    A new forkserver is started if no running one has the same environment and other inherited state. Only the most
+    recently used of the other forkservers is kept.
     """
     with _sharing:
         found = shared_for(variables)
@@ -297,7 +307,7 @@ def forkserver_for(variables: Mapping[str, str]) -> Forkserver:
 
 
 def shared_for(variables: Mapping[str, str]) -> Forkserver | None:
-    """Return the shared forkserver for ranks with this environment, if one runs."""
+    """Return the running shared forkserver for ranks with this environment, or None."""
     wanted = made_for(variables)
     return next((forkserver for forkserver in _usable() if forkserver.made_for == wanted), None)
 
@@ -307,7 +317,7 @@ def _usable() -> list[Forkserver]:
 
 
 def share(forkserver: Forkserver) -> None:
-    """Fork later ranks of this process from this forkserver if the environment is the same."""
+    """Share this forkserver: this process forks later ranks with the same environment from it."""
     atexit.register(forkserver.end)
     with _sharing:
         _shared.append(forkserver)
@@ -317,17 +327,17 @@ def wait_for_imports(deadline_s: float = _ANSWER_S) -> None:
     """Wait until the shared forkservers, if any, have imported everything and are idle."""
     for forkserver in _shared:
         if forkserver.owner == os.getpid():
-            with suppress(LaunchError):  # the launch will report it
+            with suppress(LaunchError):  # the launch will report the error
                 forkserver.wait_until_ready(deadline_s)
 
 
 def shared_pids() -> list[int]:
-    """Process ids of the shared forkservers; the most recently used one is last."""
+    """Return the process ids of the shared forkservers, ordered by their last use."""
     return [forkserver.pid for forkserver in _shared]
 
 
 def cpu_s() -> float:
-    """CPU seconds of the shared forkservers and of their ranks that have ended."""
+    """Return the CPU seconds used by the shared forkservers and their ranks that have ended."""
     import psutil
 
     total = 0.0
@@ -339,14 +349,14 @@ def cpu_s() -> float:
 
 
 def why_not(environ: Mapping[str, str] = os.environ) -> str | None:
-    """Return the reason not to fork ranks with this environment, or None."""
+    """Return the reason why ranks with this environment cannot be forked, or None."""
     if environ.get(OFF) == "0":
         return f"{OFF}=0"
     return next((f"{name} is set" for name in _BEFORE_FORK if name in environ), None)
 
 
 def made_for(variables: Mapping[str, str]) -> dict[str, Any]:
-    """State that a fork inherits, and that all ranks of a forkserver share."""
+    """Return the state that forks inherit, and that is equal for all ranks of a forkserver."""
     return {
         "environment": {name: value for name, value in _without_ranks(variables).items() if name not in AFTER_FORK},
         "user": (os.getresuid(), os.getresgid(), sorted(os.getgroups())),
@@ -358,14 +368,14 @@ def made_for(variables: Mapping[str, str]) -> dict[str, Any]:
 
 
 def send(channel: socket.socket, message: Mapping[str, Any], descriptors: Sequence[int] = ()) -> None:
-    """Send one message; the other end gets copies of the descriptors."""
+    """Send one message. The receiver gets copies of the descriptors."""
     body = json.dumps(message).encode()
     socket.send_fds(channel, [_LENGTH.pack(len(body))], descriptors)
     channel.sendall(body)
 
 
 def receive(channel: socket.socket) -> tuple[dict[str, Any] | None, list[int]]:
-    """Receive one message and its descriptors; None if the other end is closed."""
+    """Receive one message and its descriptors. The message is None if the other end is closed."""
     head, descriptors, _, _ = socket.recv_fds(channel, _LENGTH.size, 64, socket.MSG_CMSG_CLOEXEC)
     if not head:
         return None, descriptors
@@ -377,7 +387,7 @@ def receive(channel: socket.socket) -> tuple[dict[str, Any] | None, list[int]]:
 
 
 def _open_or_null(descriptor: int) -> int:
-    """Return the descriptor, or one of /dev/null if this process was started with it closed."""
+    """Return the descriptor. If it is closed, return a descriptor of /dev/null instead."""
     try:
         os.fstat(descriptor)
     except OSError:
@@ -396,7 +406,7 @@ def _without_ranks(variables: Mapping[str, str]) -> dict[str, str]:
 
 @dataclass
 class StartedRank:
-    """Rank of this host. Its process leads a session and a process group of its own."""
+    """Rank on this host. Its process leads its own session and process group."""
 
     number: int
     process: subprocess.Popen[bytes] | ForkedRank
@@ -412,17 +422,17 @@ class StartedRank:
 
     @property
     def known_ns(self) -> int:
-        """Monotonic time of the newest information about the rank; here, the current time."""
+        """Monotonic time of the newest information about the rank. On this host, it is the current time."""
         return time.monotonic_ns()
 
     @property
     def stopped(self) -> bool:
-        """True if SIGSTOP or a debugger holds the process."""
+        """True if SIGSTOP or a debugger has suspended the process."""
         return self._is_in("Tt")
 
     @property
     def paging(self) -> bool:
-        """True if its main thread waits for a disk, or for memory."""
+        """True if the main thread waits for a disk or for memory."""
         return self._is_in("D")
 
     @property
@@ -432,13 +442,13 @@ class StartedRank:
 
     def _is_in(self, states: str) -> bool:
         """True if the kernel reports the process in one of these states."""
-        # after its end, the pid may belong to another process
+        # after the end of the process, the pid may belong to another process
         return self.code is None and state_of(self.pid) in tuple(states)
 
     def signal(self, number: int) -> None:
-        """Signal the rank only, and not the processes that it started."""
+        """Send a signal to the rank, but not to processes that it started."""
         if self.code is None:
-            with suppress(ProcessLookupError):  # its forkserver was lost, and the system has reaped it
+            with suppress(ProcessLookupError):  # the forkserver was lost, and the system has reaped the rank
                 signal.pidfd_send_signal(self.pidfd, number)
 
     def kill(self) -> None:
@@ -447,13 +457,13 @@ class StartedRank:
             return
         try:
             os.killpg(self.pid, signal.SIGKILL)
-        except ProcessLookupError:  # a very new fork, which leads no group yet and has started nothing
+        except ProcessLookupError:  # the rank was just forked: it leads no group yet and has started no processes
             self.signal(signal.SIGKILL)
 
     def note_end(self) -> None:
         """Kill the rank's process group, wait for the exit code, and close the pidfd.
 
-        Afterwards the system may reuse the ids of the group and of the descriptor.
+        After this call, the system may reuse the process id and the number of the descriptor.
         """
         if self.code is None:
             self.kill()
@@ -461,16 +471,16 @@ class StartedRank:
             os.close(self.pidfd)
 
     def stack(self) -> str:
-        """Stack traces that faulthandler wrote."""
+        """Return the stack traces that faulthandler has written."""
         return stack_beside(self.record)
 
 
 class Starter:
-    """Starts ranks on this host.
+    """Starter of ranks on this host.
 
     Args:
-        module_args: the import path of the function that every rank calls, then its arguments.
-        env: variables for the ranks, which override those of this process.
+        module_args: import path of the function that every rank calls, followed by the function's arguments.
+        env: environment variables for the ranks. They override variables of this process.
     """
 
     def __init__(self, module_args: list[str], env: Mapping[str, str]) -> None:
@@ -478,10 +488,10 @@ class Starter:
         self.forkserver: Forkserver | None = None
 
     def prepare(self, deadline_s: float, stopped: Callable[[], bool]) -> None:
-        """Wait for the forkserver, if ranks are forked from one.
+        """Wait until the forkserver is ready, if ranks are forked from one.
 
         Args:
-            stopped: called at least five times a second; if true, the waiting ends.
+            stopped: called at least five times a second. The wait ends when the result is true.
 
         Raises:
             LaunchError: the imports took longer than the deadline.
@@ -497,12 +507,12 @@ class Starter:
         """Start a rank.
 
         Args:
-            listener: the socket on which the rank serves torch's own store.
+            listener: socket on which the rank serves torch's own store, or None.
 
         Raises:
-            LaunchError: it could not be started.
+            LaunchError: the rank could not be started.
         """
-        # a descriptor number of this process means nothing there
+        # a descriptor number of this process has no meaning in the rank
         inherited = {name: value for name, value in os.environ.items() if name != KEY_FD}
         variables = {**inherited, **self._variables(environment)}
         process: subprocess.Popen[bytes] | ForkedRank | None = None
@@ -531,7 +541,7 @@ class Starter:
             [sys.executable, "-m", "paceline.elastic.rank", *self.module_args],
             env=variables,
             stdin=subprocess.DEVNULL,
-            start_new_session=True,  # the terminal's Ctrl-C is for the launcher, which forwards it once
+            start_new_session=True,  # Ctrl-C in the terminal then reaches only the launcher, which forwards it once
             pass_fds=[
                 *environment.inherited_fds,
                 *(fd for fd in (environment.store_fd, environment.key_fd) if fd is not None),
@@ -539,7 +549,7 @@ class Starter:
         )
 
     def _variables(self, environment: RankEnvironment | None) -> dict[str, str]:
-        """Environment variables of a rank, or of the forkserver, besides those of this process."""
+        """Environment variables that a rank or the forkserver gets in addition to the variables of this process."""
         return {
             **{name: os.environ.get(name, value) for name, value in DEFAULTS.items()},
             **(ON_CPU if environment and environment.host else {}),  # an emulated host has no accelerator

@@ -1,9 +1,9 @@
-"""Ranks that continue when others are lost, because no group joins all of them.
+"""Ranks that continue when other ranks are lost, because they share no process group.
 
-These are workers and servers of `sync=server`. A worker is one rank, or several that hold the model together; if one
-of these is lost, all are started again. Servers end once all workers have ended. All workers except the first can leave
-and come back, on request of `paceline scale` or together with their hosts. Generations list for the servers the workers
-that take part.
+These are the workers and servers of `sync=server`. A worker is one rank, or several ranks that hold the model together.
+If one rank of a worker is lost, all its ranks are started again. Servers end once all workers have ended. All workers
+except the first can leave and come back, either when `paceline scale` requests it or together with their hosts. The
+servers learn from generations which workers take part.
 """
 
 from __future__ import annotations
@@ -22,33 +22,34 @@ from paceline.elastic.recovery import Losses, Recovery, about_to_leave, all_take
 from paceline.errors import LaunchError
 from paceline.wire.status import Generation
 
-LEAVE = signal.SIGUSR1  # makes the first rank of a worker end the worker after its piece
-# time for the other ranks of a lost worker to end after SIGKILL, and for other workers to end after the first worker
+# signal to the first rank of a worker, which then ends the worker after its current piece of work
+LEAVE = signal.SIGUSR1
+# time for the ranks of a lost worker to end after SIGKILL, and for the other workers to end after the first worker
 _ENDED_WITHIN_S = 5.0
 
 
 def losses_of(ranks: Ranks) -> Losses:
-    """Choose the loss handling of an attempt with these ranks."""
+    """Choose how an attempt with these ranks handles losses."""
     if ranks.setting.workers is not None:
         return Independent(ranks)
     return Recovery(ranks) if ranks.setting.recovers or ranks.adopts else Losses(ranks)
 
 
 class Independent(Losses):
-    """Loss handling for workers and servers that no group joins.
+    """Loss handling for workers and servers, which share no process group.
 
-    A worker other than the first is left out if it was lost too often, and the others take its pieces. A process of a
-    server is left out likewise if the server has another process. The attempt ends without the first worker, or without
-    all processes of a server. The run is done when the first worker has ended. After a signal to end the run, no rank
-    is started again.
+    If a worker other than the first is lost too often, it is left out, and the other workers take over its pieces of
+    work. A process of a server is left out in the same way if the server has another process. The attempt ends if the
+    first worker, or every process of a server, cannot be started again. The run is done when the first worker has
+    ended. After a signal to end the run, no rank is started again.
 
     Attributes:
-        workers: number of workers. Their ranks come first and end by themselves; the other ranks serve them.
-        size: number of ranks of a worker.
-        copies: number of processes of a server.
+        workers: number of workers. The ranks of workers have the lowest numbers; all other ranks are servers.
+        size: number of ranks per worker.
+        copies: number of processes per server.
 
     Raises:
-        LaunchError: a host that the run needs to begin has not connected yet.
+        LaunchError: the first worker, or all processes of a server, are on a host that has not connected yet.
     """
 
     replaces = True
@@ -58,22 +59,22 @@ class Independent(Losses):
         setting = ranks.setting
         self.workers, self.size, self.copies = setting.workers or 0, setting.replica_ranks, setting.server_copies
         self._most = most_losses()
-        # by the first rank of a worker, or the only rank of a server
+        # losses of each worker or server process, indexed by its first rank
         self._losses: defaultdict[int, list[float]] = defaultdict(list)
-        self._out: set[int] = set()  # absent workers and servers, by their first rank
+        self._out: set[int] = set()  # first ranks of absent workers and of absent server processes
         self._generation = Generation(-1, ())
         self._leaving: set[int] = set()
-        self._done_at = math.inf  # time at which the end of the first worker was noticed
+        self._done_at = math.inf  # time at which the first worker was found to have ended
         self._begin_without_absent()
 
     @property
     def hurries(self) -> bool:
-        """True while a rank starts."""
+        """True while a rank is starting."""
         return any(status.phase == "starting" for status in self.ranks.board.read())
 
     @property
     def too_few(self) -> str | None:
-        """Error text that ends the run; None unless a worker ended too early."""
+        """Error text that ends the run if a worker ended too early; otherwise None."""
         board, ranks = self.ranks.board.read(), self.ranks
         workers = [n for n in range(self.workers * self.size) if self._first_of(n) not in self._out]
         early = [n for n in workers if ranks[n].code == 0 and board[n].phase != "done"]
@@ -81,16 +82,17 @@ class Independent(Losses):
 
     @property
     def counted(self) -> Sequence[int]:
-        """Ranks whose failure counts as the attempt's failure.
+        """Ranks whose failure makes the attempt fail.
 
-        These are all ranks that are not left out. Once the first worker has ended, only its ranks count.
+        These are all ranks that are not left out. Once the first worker has ended, these are only the ranks of that
+        worker.
         """
         if self._first_has_ended:
             return self._numbers_of(0)
         return [number for number in range(self.ranks.setting.ranks) if self._first_of(number) not in self._out]
 
     def turn(self) -> bool:
-        """Start lost ranks again; True once the run is done."""
+        """Start lost ranks again; return True once the run is done."""
         self._note_hosts()
         self._note_left()
         self._announce()
@@ -104,7 +106,7 @@ class Independent(Losses):
         return False
 
     def shrink(self) -> str:
-        """Let the last worker leave after its piece.
+        """Let the last worker leave after its current piece of work.
 
         Raises:
             LaunchError: no worker can leave.
@@ -118,7 +120,7 @@ class Independent(Losses):
         if any(board[rank.number].phase == "starting" for rank in self._ranks_of(first)):
             raise LaunchError(
                 "scale.still_starting",
-                "{workers}: still starting. Try again in a moment.",
+                "{workers} cannot leave before the start is complete. Try again in a moment.",
                 workers=named(self._numbers_of(first)),
             )
         self._leaving.add(first)
@@ -126,20 +128,20 @@ class Independent(Losses):
         return f"{named(self._numbers_of(first))} will leave after this piece; the others go on"
 
     def grow(self) -> str:
-        """Start a worker again that has left, or was left out.
+        """Restart a worker that has left or was left out.
 
         Raises:
-            LaunchError: all workers take part, or are awaited.
+            LaunchError: all workers take part already, or their hosts may still come back.
         """
         ended = [first for first in self._firsts[1:] if all(rank.code is not None for rank in self._ranks_of(first))]
-        # a host of this absent worker is lost
+        # a worker with a lost host cannot be started
         out = [first for first in ended if not any(map(self.ranks.is_away, self._numbers_of(first)))]
         if not out:
             if ended:
                 self._must_not_be_awaited()
                 raise LaunchError(
                     "scale.left_out",
-                    "the host of {workers} was lost too often and is left out. To use it again, end the run "
+                    "the host of {workers} was lost too often and is left out. To use this host again, end the run "
                     "(Ctrl-C saves) and continue with --resume.",
                     workers=named(ended),
                 )
@@ -186,7 +188,7 @@ class Independent(Losses):
             again = self._await(
                 link.number,
                 [n for n in lost if noted(self._losses[n], now) <= self._most],
-                # workers that have already lost another host
+                # True if a worker that has also lost another host needs this host
                 needed=any(there & set(firsts) for firsts in self._away.values()),
             )
             self._tell_host_lost(link, numbers, why, again=again, alone=True)
@@ -196,13 +198,13 @@ class Independent(Losses):
             numbers = [number for first in firsts for number in self._numbers_of(first)]
             self.tell("host_back", host=link.name, number=link.number, ranks=numbers)
             for first in firsts:
-                with suppress(LaunchError):  # the next turn starts it again, or leaves it out
+                with suppress(LaunchError):  # the next turn starts the worker again, or leaves it out
                     self._start(first)
 
     def _is_done(self) -> bool:
         """True once all workers have ended.
 
-        Also true if the first worker has ended, and the others had enough time to end.
+        The result is also true if the first worker has ended, and the other workers had enough time to end.
         """
         if all(rank.code == 0 for first in set(self._firsts) - self._out for rank in self._ranks_of(first)):
             return True
@@ -215,10 +217,11 @@ class Independent(Losses):
         return all(rank.code == 0 for rank in self._ranks_of(0))
 
     def _end_stopped(self) -> None:
-        """Kill the ranks that have been stopped by SIGSTOP for too long.
+        """Kill ranks that SIGSTOP has suspended for too long.
 
-        There are two exceptions, which apply until the run ends. If all ranks are stopped, none is killed: the whole
-        run was suspended. A server's process is killed only if another process of that server runs.
+        There are two exceptions, which apply until the run is ending. If all ranks are suspended, none is killed,
+        because a user has suspended the whole run. A server's process is killed only if another process of that server
+        runs.
         """
         alive = [number for number in self.counted if self.ranks[number].code is None]
         late, ending = self.ranks.stopped_too_long(alive), self.ending
@@ -230,21 +233,21 @@ class Independent(Losses):
     def _can_go(self, numbers: Sequence[int]) -> bool:
         """True if the run can continue without these ranks.
 
-        It needs the first worker, and a process of each server.
+        A run needs the first worker, and at least one process of each server.
         """
         firsts = {self._first_of(number) for number in numbers}
         return 0 not in firsts and self._serves_without(firsts)
 
     def _serves_without(self, gone: Set[int]) -> bool:
-        """True if each server has a process that is not in `gone`."""
+        """True if each server has a running process outside `gone`."""
         begin, gone = self.workers * self.size, self._out | gone
         servers = (range(part, part + self.copies) for part in range(begin, self.ranks.setting.ranks, self.copies))
         return not any(gone.issuperset(server) for server in servers)
 
     def _await(self, host: int, firsts: Sequence[int], *, needed: bool = False) -> bool:
-        """Start these workers and servers when their lost host is back.
+        """Register workers and servers to start when their lost host comes back.
 
-        Return False if the host may not come back.
+        Return True if the host may come back.
         """
         assert self.ranks.remote is not None
         comes = self.ranks.remote.expect(host, again=bool(firsts) or needed)
@@ -252,9 +255,9 @@ class Independent(Losses):
         return comes
 
     def _waits_for_another(self, first: int) -> bool:
-        """True for a worker that has lost another host, too.
+        """True if another host of this worker is lost as well.
 
-        The worker is started when that host is back.
+        The worker is then started when the other host comes back.
         """
         remote, places = self.ranks.remote, self.ranks.setting.places
         lost = {link.number for link in remote.links if link.lost is not None} if remote else set()
@@ -264,7 +267,7 @@ class Independent(Losses):
         return bool(others)
 
     def _announce(self) -> None:
-        """Announce the workers that take part to the servers, if they have changed."""
+        """Announce to the servers the workers that take part, if these have changed."""
         members = tuple(number for number in range(self.ranks.setting.ranks) if self._first_of(number) not in self._out)
         if members == self._generation.members:
             return
@@ -274,9 +277,9 @@ class Independent(Losses):
             self.ranks.remote.announce(self._generation, self._generation)
 
     def _note_left(self) -> None:
-        """Record the workers that have left on request.
+        """Record the workers that have left after a request.
 
-        Some of them may have been killed before they completed their piece.
+        Some of these workers may have been killed before they completed their piece of work.
         """
         for first in sorted(self._leaving):
             ranks = self._ranks_of(first)
@@ -290,14 +293,14 @@ class Independent(Losses):
                 self.tell("scaled", by=-1, ranks=self._numbers_of(first), host=None)
 
     def _replace(self, number: int) -> None:
-        """Start a lost rank again, with the other ranks of its worker.
+        """Restart all ranks of the worker that has lost a rank.
 
-        The rank is left out if it was lost too often, or if the run is ending.
+        The worker is left out if it was lost too often, or if the run is ending.
         """
         first, end, ending = self._first_of(number), self.ranks.ends()[number], self.ending
         spared = self._can_go(self._numbers_of(first))
         if ending and not spared:
-            return  # the rank stays lost, and the attempt ends
+            return  # the rank is not replaced, and the attempt ends
         code, why = self._cause(end, serves=not self._works(number))
         self._kill_rest(first)
         again = noted(self._losses[first], time.monotonic()) <= self._most and not ending
@@ -311,14 +314,14 @@ class Independent(Losses):
         waiting = [rank for rank in self._numbers_of(first) if rank != number]
         told = {"rank": number, "waiting": waiting, "reason": why, "code": code, "again": again}
         told["stack"] = shortened(end.stack)
-        if end.code != -signal.SIGTERM or not ending:  # else it was starting, and SIGTERM ended it as intended
+        if end.code != -signal.SIGTERM or not ending:  # otherwise SIGTERM ended the rank during its start, as intended
             self.tell("lost", ends=not again and not spared, ending=ending, waits=False, alone=True, **told)
 
     def _start(self, first: int) -> None:
-        """Start all ranks of a worker, or a server, again.
+        """Restart all ranks of a worker, or one process of a server.
 
         Raises:
-            LaunchError: a rank could not be started. All ranks of the worker have been ended.
+            LaunchError: a rank could not be started. All ranks of the worker were then killed.
         """
         try:
             for number in self._numbers_of(first):
@@ -328,7 +331,7 @@ class Independent(Losses):
             raise
 
     def _kill_rest(self, first: int) -> None:
-        """End the other ranks of a worker before they report the loss."""
+        """Kill the remaining ranks of a worker, and remove their error reports about the loss."""
         for rank in self._ranks_of(first):
             if rank.code is None:
                 rank.kill()
@@ -337,7 +340,8 @@ class Independent(Losses):
             rank.record.unlink(missing_ok=True)
 
     def _is_lost(self, number: int) -> bool:
-        return self.ranks.was_killed(number) and not self.ranks.is_away(number)  # then its host is lost
+        # a rank that is away is lost together with its host
+        return self.ranks.was_killed(number) and not self.ranks.is_away(number)
 
     @property
     def _firsts(self) -> range:
@@ -347,7 +351,7 @@ class Independent(Losses):
         return number < self.workers * self.size
 
     def _first_of(self, number: int) -> int:
-        """First rank of a rank's worker; a server has one rank."""
+        """Return the first rank of a rank's worker. For a process of a server, return the rank itself."""
         return number - number % self.size if self._works(number) else number
 
     def _numbers_of(self, first: int) -> list[int]:

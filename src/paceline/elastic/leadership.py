@@ -2,9 +2,9 @@
 
 The leader writes its name in one shared place and renews a heartbeat there. A candidate that finds another name waits
 for a heartbeat: if there is one, the candidate is refused; otherwise it takes over. A leader that finds another name
-has lost the run and stops, so that the place also fences writes. There are two kinds of place: `RunLock` is a file in
+has lost the run and stops, so that it no longer writes to the run. There are two kinds of place: `RunLock` is a file in
 the run's directory, `Lease` an object at the run's URL. After the loss of a host, `is_quorum` and the order of hosts
-(`hosts/takeover.py`) decide which host may lead; the lock makes the final decision.
+(`hosts/takeover.py`) decide which host may try to lead. The lock makes the final decision.
 """
 
 from __future__ import annotations
@@ -41,20 +41,21 @@ _NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL)
 def is_quorum(there: int, of: int) -> bool:
     """True if the hosts may continue without the others: at least half are present.
 
-    If two halves are separated, the lock of the run lets only one continue.
+    If the network separates two halves, only the half that gets the lock of the run continues.
     """
     return 2 * there >= of
 
 
 @dataclass(frozen=True)
 class Holder:
-    """Process that trains a run.
+    """Process that trains a run and holds its lock.
 
     Attributes:
-        started: start time of the process in kernel clock ticks; tells a reused pid from the same process.
-        machine: boot id of its kernel.
-        since: Unix time at which it acquired the run.
-        token: unique to this acquisition.
+        started: start time of the process in kernel clock ticks, which distinguishes the process from a later one with
+            the same pid.
+        machine: boot id of the kernel on which the process runs.
+        since: Unix time at which the process acquired the run.
+        token: random text that identifies this acquisition.
     """
 
     host: str
@@ -72,9 +73,9 @@ class Holder:
 
     @classmethod
     def parse(cls, content: bytes) -> Holder | None:
-        """Parse the holder from a lock; return None if the lock is empty or unreadable.
+        """Parse the content of a lock; return None if the lock is empty or unreadable.
 
-        A crash or another program may have left other content.
+        A crash or another program may have left invalid content.
         """
         try:
             return msgspec.json.decode(content, type=cls)
@@ -83,20 +84,20 @@ class Holder:
 
     @property
     def runs_here(self) -> bool:
-        """True if the holder is a living process of this host.
+        """True if the holder is a running process of this host.
 
-        Processes that this process cannot see are not found.
+        The result is false for processes that are not visible to this process.
         """
         return self.machine == boot_id() and _started(self.pid) == self.started
 
     @property
     def is_gone(self) -> bool:
-        """True if the holder was a process of this host, and has ended."""
+        """True if the holder was a process of this host that has ended."""
         return self.machine == boot_id() and _started(self.pid) != self.started
 
     @property
     def text(self) -> bytes:
-        """Text that `parse` reads."""
+        """Content of the lock, which `parse` reads."""
         return json.dumps(asdict(self)).encode() + b"\n"
 
     def __str__(self) -> str:
@@ -105,26 +106,29 @@ class Holder:
 
 
 class Leadership(ABC):
-    """Exclusive right of this process and its ranks to train a run. The context manager releases it at the end.
+    """Exclusive right of this process and its ranks to train a run.
+
+    The context manager releases the run at its end.
 
     Args:
         place: directory or URL of the run, for messages.
-        say: called with a text when a run is awaited or taken over.
-        on_lost: called in another thread when another process has taken the run over, because this process showed no
-            sign of life; the text names the process. If it is None, only `check` reports the loss.
+        say: called with a message when this process waits for the run or takes it over.
+        on_lost: called in another thread, with the error, when another process has taken over the run because this
+            process showed no sign of life. If None, only `check` reports the loss.
 
     Attributes:
         beat_s: seconds between two signs of life.
-        stale_s: time without a sign of life after which a holder counts as dead, if nothing else shows that it lives.
-        lost: the error of a run that another process has taken over; None while it is held.
+        stale_s: seconds without a sign of life after which a holder counts as dead, unless the kernel shows that it
+            runs.
+        lost: error to raise if another process has taken over the run; None while this process holds the run.
 
     Raises:
-        RunError: another process trains the run; the text names it.
+        RunError: another process trains the run. The text names that process.
     """
 
     beat_s: ClassVar[float]
     stale_s: ClassVar[float]
-    look_s: ClassVar[float]  # between two checks for a sign of life
+    look_s: ClassVar[float]  # seconds between two checks for a sign of life of another holder
 
     def __init__(
         self, place: str, say: Callable[[str], object], on_lost: Callable[[RunError], object] | None = None
@@ -151,7 +155,7 @@ class Leadership(ABC):
         self.release()
 
     def check(self) -> None:
-        """Raise RunError if the run was taken over."""
+        """Raise RunError if another process has taken over the run."""
         if self.lost is not None:
             raise self.lost
 
@@ -160,8 +164,9 @@ class Leadership(ABC):
         if self._beats is None:
             return
         self._ended.set()
-        self._beats.join(self.beat_s)  # longer only if the place does not answer; the thread is a daemon
-        with suppress(OSError, StorageError):  # a lost disk, or an object that goes stale
+        # the thread is still alive afterwards only if the storage does not answer; it is a daemon
+        self._beats.join(self.beat_s)
+        with suppress(OSError, StorageError):  # the disk is lost, or the object becomes stale by itself
             if not self._beats.is_alive() and self._is_own(self._holder()):
                 self._remove()
         self._beats = None
@@ -173,11 +178,11 @@ class Leadership(ABC):
 
     @abstractmethod
     def _acquire(self) -> None:
-        """Write this process's name to the place. Raise RunError if another process leads."""
+        """Write this process's name to the shared place. Raise RunError if another process leads."""
 
     @abstractmethod
     def _content(self) -> bytes:
-        """Read the current content of the place."""
+        """Read the current content of the shared place."""
 
     @abstractmethod
     def _show_life(self) -> None:
@@ -185,7 +190,7 @@ class Leadership(ABC):
 
     @abstractmethod
     def _remove(self) -> None:
-        """Remove this process's name from the place."""
+        """Remove this process's name from the shared place."""
 
     def _holder(self) -> Holder | None:
         return Holder.parse(self._content())
@@ -194,9 +199,9 @@ class Leadership(ABC):
         return holder is not None and holder.token == self.own.token
 
     def _stamp(self) -> object:
-        """Stamp that changes with every sign of life.
+        """Return a value that changes with every sign of life.
 
-        It is compared only with earlier stamps, because hosts' clocks differ.
+        The value is compared only with earlier values, and not with the local time, because the clocks of hosts differ.
         """
         return self._content()
 
@@ -204,7 +209,7 @@ class Leadership(ABC):
         """Wait until a holder counts as dead; return None if it released the run.
 
         Raises:
-            RunError: the holder lives.
+            RunError: the holder still runs.
         """
         before, until = self._stamp(), time.monotonic() + self.stale_s
         self.say(f"the run is held by {holder}; waiting up to {self.stale_s:g} s for a sign of life from there")
@@ -232,39 +237,39 @@ class Leadership(ABC):
                 return
 
     def _look(self) -> None:
-        """Show a sign of life, or notice that the run was taken over."""
-        with suppress(OSError, StorageError):  # reported by the code that writes there
+        """Renew the sign of life, or record that another process has taken over the run."""
+        with suppress(OSError, StorageError):  # the code that writes to the run reports such errors
             holder = self._holder()
             if self._is_own(holder):
                 self._show_life()
                 return
             self.lost = RunError(
                 "run.taken_over",
-                "{place} was taken over by {holder}, because this process showed no sign of life for some time. "
-                "This process ends. Its saved checkpoints stay.",
+                "{place} was taken over by {holder}, because this process showed no sign of life for some "
+                "time. This process ends. Its saved checkpoints are kept.",
                 place=self.place,
                 holder=holder or "another process",
             )
 
 
 class RunLock(Leadership):
-    """Leadership by a file in the run's existing directory.
+    """Leadership by a lock file in the run's directory, which must exist.
 
-    On one host the kernel shows if a holder lives: the launcher locks the file (flock), and its ranks inherit the
-        descriptor. The run of a killed launcher thus stays locked until its last rank has ended. Other hosts may share
-        the directory over a file system without such locks. They use the file's content, and its modification time as
-        the sign of life.
+    On one host, the kernel shows whether a holder still runs. The launcher locks the file (flock), and its ranks
+    inherit the descriptor. If the launcher is killed, the run therefore stays locked until its last rank has ended.
+    Other hosts may share the directory over a file system without such locks. They read the content of the file, and
+    use its modification time as the sign of life.
 
     Args:
-        succeeds: the run's hosts have lost the holder and continue the run. Wait for the holder's end, or until it
-            shows no sign of life.
-        has_ended: called if the lost holder was a process of another host; returns True if that process is known to
+        succeeds: True if the hosts of the run have lost the holder and continue the run. This process then waits until
+            the holder has ended or shows no sign of life.
+        has_ended: called if the lost holder was a process of another host. Returns True if that process is known to
             have ended.
     """
 
     beat_s, stale_s, look_s = 5.0, 30.0, 0.5
-    fence_s: ClassVar[float] = 15.0  # like `stale_s`, for hosts that have met after losing the holder
-    give_up_s: ClassVar[float] = 60.0  # for a lost holder to end
+    fence_s: ClassVar[float] = 15.0  # replaces `stale_s` for hosts that continue the run after the loss of the holder
+    give_up_s: ClassVar[float] = 60.0  # longest wait for a lost holder to end
 
     def __init__(
         self,
@@ -282,12 +287,12 @@ class RunLock(Leadership):
 
     @property
     def fd(self) -> int:
-        """Descriptor for ranks to inherit."""
+        """Descriptor of the locked file, which ranks inherit."""
         return self._fd
 
     def check(self) -> None:
         if self.lost is None and time.monotonic() - self._beat_at > 2 * self.beat_s:
-            self._look()  # this process was suspended and resumed
+            self._look()  # this process was suspended, and has resumed
         super().check()
 
     def _open(self) -> int:
@@ -307,7 +312,7 @@ class RunLock(Leadership):
             self._await_end_of_lost()
             self._write()
             return
-        # The successor of a stopped holder gets the kernel's lock one beat after that holder has ended.
+        # The successor of a suspended holder gets the kernel's lock at the first beat after the end of that holder.
         if not alone or (holder is not None and holder.runs_here):
             raise self._refused(holder)
         if holder is not None and (holder.machine != boot_id() or self._without_locks):
@@ -317,7 +322,7 @@ class RunLock(Leadership):
         self._write()
 
     def _lock(self) -> bool:
-        """Take the kernel's lock; return False if a living process holds it."""
+        """Take the kernel's lock; return False if another process holds it."""
         self._locked, self._without_locks = True, False
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -335,10 +340,11 @@ class RunLock(Leadership):
     def _await_end_of_lost(self) -> None:
         """Wait until the holder has ended, or counts as dead.
 
-        A stopped process keeps the kernel's lock. After it resumes, it finds this process's name before it writes.
+        A suspended process keeps the kernel's lock. When it resumes, it finds the name of this process before it
+        writes.
 
         Raises:
-            RunError: the holder lives.
+            RunError: the holder still runs.
         """
         began = since = ask_at = time.monotonic()
         stamp, told = self._stamp(), False
@@ -370,7 +376,7 @@ class RunLock(Leadership):
 
     def _show_life(self) -> None:
         if not self._locked:
-            self._lock()  # the lock of a stopped process that has ended since
+            self._lock()  # a suspended process that held the lock may have ended meanwhile
         os.utime(self._fd)
         self._beat_at = time.monotonic()
 
@@ -394,7 +400,7 @@ class RunLock(Leadership):
     def _content(self) -> bytes:
         """Read the lock file.
 
-        The file is opened anew, because NFS asks the server only on opening.
+        The file is opened for every read, because NFS asks the server for changes only when a file is opened.
         """
         try:
             fd = os.open(self.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -411,14 +417,15 @@ class RunLock(Leadership):
 
 
 class Lease(Leadership):
-    """Leadership by an object at the run's URL.
+    """Leadership by an object in the store at the run's URL.
 
-    Only one of several processes can create the object. A store cannot check that the holder lives, so the holder
-    rewrites the object every few seconds. Two processes that take over one dead holder in the same second can both
-    succeed for a moment; the one that then finds the other's name ends.
+    Only one of several processes can create the object. A store cannot check whether the holder still runs, so the
+    holder rewrites the object every few seconds. If two processes take over the run of a dead holder in the same
+    second, both may succeed for a moment. The process that then finds the name of the other process ends.
 
     Args:
-        own_file: a file of this user on this host; its lock detects a second training on the same host at once.
+        own_file: file of this user on this host. Its lock immediately detects a second process on the same host that
+            trains the run.
 
     Raises:
         StorageError: the store cannot be used.
@@ -428,7 +435,7 @@ class Lease(Leadership):
 
     def __init__(self, store: Store, own_file: Path, say: Callable[[str], object]) -> None:
         self.store, self.own_file = store, own_file
-        self._written = 0  # how often
+        self._written = 0  # number of rewrites
         super().__init__(store.url, say)
 
     def _open(self) -> int:
@@ -442,7 +449,7 @@ class Lease(Leadership):
             raise self._refused(before) from None
         if not self.store.create(LOCK, self.own.text):
             holder = self._holder()
-            # The file's lock shows that the previous holder on this host is dead.
+            # This process got the lock of the file, so the previous holder on this host has ended.
             if holder is not None and (before is None or before.token != holder.token):
                 holder = self._await_sign_of_life(holder)
             self.store.delete([LOCK])
@@ -454,7 +461,7 @@ class Lease(Leadership):
         os.write(self._fd, self.own.text)
 
     def _is_own(self, holder: Holder | None) -> bool:
-        return holder is None or super()._is_own(holder)  # a removed lock file is rewritten
+        return holder is None or super()._is_own(holder)  # a lock object that was removed is written again
 
     def _show_life(self) -> None:
         self._written += 1
@@ -468,7 +475,7 @@ class Lease(Leadership):
 
 
 def _started(pid: int) -> int | None:
-    """Start time of a process in clock ticks after boot; None if it has ended."""
+    """Return the start time of a process in clock ticks after boot, or None if the process has ended."""
     try:
         return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
     except (OSError, ValueError, IndexError):

@@ -1,10 +1,10 @@
-"""Membership of processes in the generations of an attempt, without sockets, clocks and processes.
+"""Membership of processes in the generations of an attempt, without sockets, clocks or real processes.
 
 The launcher reports events to `Membership`, and announces its decisions to the ranks. After a loss, the next generation
-begins at once, and the other members abort their step. If a process wants to join, a generation is *wanted*: the
-members begin it after a step, which they choose together by a flag that travels with their gradients. A replica that is
-divided over several processes takes part as a whole or not at all: processes that wait for a lost member of their
-replica keep their state.
+begins at once, and the other members abort their step. If a process wants to join, a generation is *wanted*, which the
+members begin after a step. They agree on this step by a flag that is sent with their gradients. A replica that is
+divided over several processes takes part as a whole or not at all. While a lost process of a replica is replaced, the
+other processes of the replica wait and keep their state.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from paceline.files import write_whole
 from paceline.rank_environment import STORE, RankEnvironment
 from paceline.wire.status import Generation, StatusBoard, next_number
 
-WITHIN_S = 3600.0  # window in which losses and restarts are counted
+WITHIN_S = 3600.0  # time window in which losses and restarts are counted
 MOST_LOSSES = 3  # losses within an hour after which a process is left out
 
 
 def noted(times_s: list[float], at_s: float) -> int:
-    """Note a time; return the number of times noted in the last hour."""
+    """Add an event at time `at_s`; return the number of events in the last hour."""
     times_s[:] = [*(earlier for earlier in times_s if at_s - earlier < WITHIN_S), at_s]
     return len(times_s)
 
@@ -36,15 +36,15 @@ class Membership:
     """State machine of the generations of `processes` processes, numbered from 0.
 
     Args:
-        replica_size: processes of one replica, whose numbers follow each other.
+        replica_size: number of processes per replica. The processes of a replica have consecutive numbers.
 
     Attributes:
-        current: the newest generation that has begun.
+        current: the generation that began last.
         wanted: generation to begin after a step; None if no process joins or leaves.
-        left_out: processes that are not restarted, or not before their host is back.
-        released: left-out processes that leave after a step, or have left, on request.
+        left_out: processes that are not restarted at all, or not until their host is back.
+        released: left-out processes that have left, or leave after a step, because a user requested it.
         away: left-out processes whose host may come back.
-        held: True while all processes wait with their state because too few hosts are present.
+        held: True while too few hosts are present. All processes then wait and keep their state.
     """
 
     def __init__(self, processes: int, most_losses: int = MOST_LOSSES, replica_size: int = 1) -> None:
@@ -60,7 +60,7 @@ class Membership:
 
     @property
     def newest(self) -> Generation:
-        """Generation with the highest number, begun or wanted."""
+        """Wanted generation if there is one, otherwise the current generation."""
         return self.wanted or self.current
 
     @property
@@ -69,25 +69,25 @@ class Membership:
         return not self.whole(set(range(self._processes)) - (self.left_out - self.away))
 
     def replica_of(self, process: int) -> set[int]:
-        """Processes of a process's replica, including itself."""
+        """Return all processes of the replica that contains a process."""
         first = process - process % self._replica_size
         return set(range(first, first + self._replica_size))
 
     def begin_without(self, processes: Set[int]) -> None:
-        """Form the first generation without the replicas of absent processes."""
+        """Form the first generation, without replicas that have an absent process."""
         self.leave_out(processes)
         self.current = Generation(0, tuple(sorted(self._possible())))
 
     def whole(self, processes: Set[int]) -> set[int]:
-        """Select the processes whose whole replica is among those given."""
+        """Select the processes of replicas whose processes are all in `processes`."""
         return {process for process in processes if self.replica_of(process) <= processes}
 
     def lost(self, process: int, at_s: float) -> bool:
-        """Note the end of a process; return True if it should be restarted."""
+        """Record the loss of a process; return True if the process should be restarted."""
         return process in self.lost_together({process}, at_s)
 
     def lost_together(self, processes: Set[int], at_s: float) -> set[int]:
-        """Note the ends of processes in one generation; return those to restart."""
+        """Record the simultaneous loss of processes; return the processes to restart."""
         losses = {process: noted(self._losses[process], at_s) for process in processes}
         members = {*self.current.members, *self.newest.members}
         if members & processes or (members and self.held):
@@ -97,21 +97,21 @@ class Membership:
         return set(processes) - too_often - self.released
 
     def losses_before(self, at_s: float) -> dict[int, list[float]]:
-        """Losses of each process that was lost, in seconds before a time."""
+        """Return the losses of each process, in seconds before the time `at_s`."""
         return {process: [at_s - lost_s for lost_s in losses] for process, losses in self._losses.items()}
 
     def remember(self, losses: Mapping[int, list[float]], at_s: float) -> None:
-        """Add losses that a previous coordinator has noted, in seconds before a time."""
+        """Add the losses that a previous coordinator recorded, in seconds before the time `at_s`."""
         for process, times in losses.items():
             self._losses[process] = [at_s - before_s for before_s in times]
 
     def leave_out(self, processes: Set[int], away: Set[int] = frozenset()) -> None:
-        """Continue without `processes`. The hosts of those in `away` may come back."""
+        """Continue without `processes`. The hosts of the processes in `away` may come back."""
         self.left_out |= processes
         self.away |= away
 
     def come_back(self, processes: Set[int]) -> None:
-        """Readmit processes after their host has come back."""
+        """Readmit processes whose host has come back."""
         self.left_out -= processes
         self.away -= processes
 
@@ -121,20 +121,21 @@ class Membership:
         self.leave_out(processes)
 
     def take_back(self, processes: Set[int]) -> None:
-        """Readmit processes that were left out, and forget their losses."""
+        """Readmit processes that were left out, and delete the record of their losses."""
         self.released -= processes
         self.left_out -= processes
         for process in processes:
             self._losses.pop(process, None)
 
     def note(self, entered: Mapping[int, int], waiting: set[int]) -> None:
-        """Note the generation of each living process, and the processes that wait to join."""
-        # wait until all have arrived: a late member would enter the next generation while this one waits for it
+        """Update the membership from the generation of each running process and the processes that wait to join."""
+        # wait until all members have entered: a late member would enter the next generation while the others wait for
+        # it
         members = set(self.current.members)
         if {entered.get(process) for process in members & set(self.newest.members)} - {self.newest.number}:
             return
         joining = self.whole(waiting - members - self.released)
-        staying = members - self.released or members  # no rank may leave with the only copy of a state
+        staying = members - self.released or members  # members that hold the only copy of the state must stay
         if self.wanted is not None:
             self.current, self.wanted = self.wanted, None
         elif (joining or staying < members) and not self.held:
@@ -142,14 +143,14 @@ class Membership:
             if members:
                 self.wanted = Generation(self.current.number + 1, tuple(sorted(staying | joining)))
             elif not kept <= waiting:
-                return  # a process that is still entering may have the newest state
+                return  # a process that has not arrived yet may have the newest state
             elif self._replica_size == 1 or joining == self._possible():
-                # All were lost. The first replica continues from the saved state; but parts of several replicas may
-                # have the whole model together.
+                # All replicas were lost. If a replica is one process, the first one continues from its saved state. If
+                # replicas are divided, the parts of several replicas may together form the whole model.
                 self._begin(joining)
 
     def _possible(self) -> set[int]:
-        """Processes of all replicas that can be whole."""
+        """Return the processes of all replicas that can be whole."""
         return self.whole(set(range(self._processes)) - self.left_out)
 
     def _begin(self, members: set[int]) -> None:
@@ -159,25 +160,28 @@ class Membership:
 
 @dataclass(frozen=True)
 class StepBoundary:
-    """State of a loop at the end of a step, without tensors. It is JSON, and equal on all ranks of one step.
+    """State of a training loop at the end of a step, without tensors.
+
+    The state can be written as JSON, and is equal on all ranks at the same step.
 
     Attributes:
-        step: optimizer steps taken; -1 on a rank that has no state yet.
-        generation: generation of the newest step. An aborted step may be taken twice, by different ranks.
-        ready: on a rank of a divided replica, the generation in which the next step was aborted after the gradients of
-            all ranks had arrived, so that the rank can take the step by itself; else -1.
-        acted: newest step whose evaluations and checkpoints are done.
+        step: number of optimizer steps taken; -1 on a rank that has no state yet.
+        generation: generation in which the newest step was taken. After an abort, different ranks may take the same
+            step in different generations.
+        ready: generation in which the next step was aborted after the gradients of all ranks had arrived, or -1. A rank
+            of a divided replica can then take this step by itself.
+        acted: newest step after which the due evaluations and checkpoints are done.
         stop: state of the stop rule.
         schedule: state of the learning-rate schedule.
-        evaluated_at: the step of the newest evaluation.
+        evaluated_at: step of the newest evaluation.
         rejected: steps whose batch was skipped after a rewind.
         items_per_sample: see `LossNormalization`.
         corrupted: see `Corruption.times`.
         last: metrics of the newest step.
-        before: metrics of earlier steps that each replica took by itself; only one replica has recorded them.
-        recuts: number of times that pipelines were cut anew.
+        before: metrics of earlier steps that each replica took by itself. Only one replica has recorded these metrics.
+        recuts: number of times that pipelines were divided into new stages.
         outcome: result of the newest step, for ranks that are ready to take it.
-        cut: first layers of the pipeline's stages, as in `Plan.cut`.
+        cut: first layer of each pipeline stage, as in `Plan.cut`.
     """
 
     step: int = -1
@@ -202,13 +206,14 @@ class Start:
     """Start of a generation: the state that its ranks continue from.
 
     Attributes:
-        boundary: newest step boundary for which the ranks have the whole model, or an empty one.
-        ready: ranks that take the newest step by themselves.
+        boundary: newest step boundary at which the ranks together have the whole model, or an empty boundary.
+        ready: ranks that take the newest step by themselves, because they have its gradients.
         behind: ranks that receive the state from others.
         new: ranks in `behind` that have no state yet.
-        replica_size: number of ranks that hold the model together.
-        holders: holder of each rank's copy if all ranks return to copies in memory (`Mirror`); else empty.
-        lost_steps: steps that are trained again.
+        replica_size: number of ranks that together hold one copy of the model.
+        holders: rank that holds the copy of each rank's state, if all ranks return to copies in memory (`Mirror`);
+            otherwise empty.
+        lost_steps: number of steps that must be trained again.
     """
 
     boundary: StepBoundary
@@ -221,20 +226,25 @@ class Start:
 
     @property
     def begins(self) -> bool:
-        """True if the ranks begin, or continue from a checkpoint."""
+        """True if no rank has a state, so that all ranks start from the beginning or from a checkpoint."""
         return self.boundary.step < 0
 
     def holders_of_part(self, rank: int, ranks: int) -> list[int]:
-        """Replicas that have the newest state of `rank`'s part, with `ranks` ranks in total."""
+        """Return the replicas that have the newest state of the model part of `rank`.
+
+        Args:
+            ranks: total number of ranks.
+        """
         have = set(range(ranks)) - set(self.behind)
         parts = range(rank % self.replica_size, ranks, self.replica_size)
         return [replica for replica, of_part in enumerate(parts) if of_part in have]
 
 
 def newest_of(boundaries: Sequence[StepBoundary], replica_size: int = 1) -> Start:
-    """Compute the start of ranks with these boundaries; each `replica_size` ranks hold one model.
+    """Compute the state from which ranks with these step boundaries continue.
 
-    A rank takes a step only when all ranks have its gradients, so ranks that aborted this step are ready to take it.
+    A rank takes a step only after all ranks have the gradients of the step. Ranks that aborted this step can therefore
+    still take it.
     """
     found = {(boundary.generation, boundary.step, boundary.cut) for boundary in boundaries if boundary.step >= 0}
     for generation, step, cut in sorted(found, reverse=True):
@@ -258,41 +268,41 @@ class Member:
 
     Args:
         number: permanent number of the process, independent of its rank in a generation.
-        folder: folder where the launcher lists the members of each generation.
+        folder: folder in which the launcher lists the members of each generation.
     """
 
     def __init__(self, number: int, board: StatusBoard, folder: Path) -> None:
         self.number, self.board, self.folder = number, board, folder
         self.generation = Generation(-1, ())
-        self._out_of = -1  # the newest generation that others entered without this process
+        self._out_of = -1  # number of the newest generation that began without this process
 
     @classmethod
     def of_this_rank(cls) -> Member:
-        """Make the member of this process, whose launcher announces generations."""
+        """Make the member for this process, whose launcher must announce generations."""
         environment = RankEnvironment.from_env()
         assert environment.status_file is not None, "only ranks of our launcher take part in generations"
         return cls(environment.rank, StatusBoard.of_this_rank(), environment.status_file.parent)
 
     def is_over(self) -> bool:
-        """True if another generation has begun."""
+        """Return True if another generation has begun."""
         return self.board.current_generation > self.generation.number
 
     def another_is_wanted(self) -> bool:
-        """True if another generation is wanted after this step."""
+        """Return True if another generation should begin after this step."""
         return self.board.wanted_generation > self.generation.number
 
     def is_awaited(self) -> bool:
-        """True if others wait for this process in an announced generation."""
+        """Return True if other processes wait for this process in an announced generation."""
         number = next_number(self.board.current_generation, self.board.wanted_generation, self.generation.number)
         generation = announced(self.folder, number) if number is not None else None
         return generation is not None and self.number in generation.members
 
     def next_generation(self) -> Generation:
-        """Wait for the next generation with this process as a member, and enter it.
+        """Wait for the next generation that has this process as a member, and enter it.
 
-        A process whose replica has lost a rank waits to join like a replacement. All processes wait while the
-        coordinator is replaced, in a generation without members. The launcher ends processes that wait without a chance
-        to join.
+        If the replica of this process has lost a rank, this process waits to join, like a replacement. While the
+        coordinator is replaced, all processes wait in a generation without members. The launcher ends waiting processes
+        that can no longer join.
         """
         told = False
         while True:
@@ -316,10 +326,10 @@ class Member:
 
 
 def announce(board: StatusBoard, folder: Path, current: Generation, newest: Generation) -> None:
-    """Announce generations to the ranks of a launcher's status board, and remove older ones.
+    """Announce generations to the ranks on a status board, and remove the files of older generations.
 
     Args:
-        folder: folder of the board.
+        folder: folder that contains the status board.
     """
     for generation in (current, newest):
         write_whole(_members_file(folder, generation.number), json.dumps(generation.members))
@@ -330,7 +340,7 @@ def announce(board: StatusBoard, folder: Path, current: Generation, newest: Gene
 
 
 def announced(folder: Path, number: int) -> Generation | None:
-    """Read an announced generation; return None if a newer one has just replaced it."""
+    """Read an announced generation; return None if a newer generation has just replaced it."""
     try:
         return Generation(number, tuple(json.loads(_members_file(folder, number).read_text())))
     except FileNotFoundError:
@@ -342,5 +352,5 @@ def _members_file(folder: Path, generation: int | str) -> Path:
 
 
 def store_file(folder: Path) -> Path:
-    """File with the address of the store where ranks meet, written by a later launcher."""
+    """Return the path of the file in which a later launcher writes the address of the rendezvous store."""
     return folder / "store-address"

@@ -1,4 +1,4 @@
-"""Places of ranks, their rendezvous, and the rule for recovery in place."""
+"""Places and rendezvous of ranks, and the conditions for recovery in place."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ ADDRESS = "127.0.0.1"
 
 @dataclass(frozen=True)
 class RankPlace:
-    """Place of one rank.
+    """Place of one rank: its host, its address and its number on the host.
 
     Attributes:
         local_rank: number of the rank among the ranks of its host.
         local_size: number of ranks on its host.
-        address: address at which the other ranks reach it.
-        interface: network interface of that address.
+        address: address at which other ranks reach this rank.
+        interface: network interface that has this address.
         host: the emulated host; None without emulation.
-        number: number of the host process that starts the rank; 0 is this process, also for host 0 of an emulation.
-        host_name: name of the host, for messages; "" is this machine.
+        number: number of the host process that starts the rank. Number 0 is this process, even if host 0 is emulated.
+        host_name: name of the host, for messages; "" means this machine.
     """
 
     local_rank: int
@@ -48,9 +48,9 @@ class RankPlace:
     host_name: str = ""
 
     def environment(self, rank: int, world_size: int, master: RankPlace, port: int) -> RankEnvironment:
-        """Return the environment of the rank in this place.
+        """Return the environment of the rank at this place.
 
-        `master` is the place of rank 0, whose host serves torch's own store at `port` (0 for a free port).
+        `master` is the place of rank 0, whose host serves torch's own store on `port`. Port 0 means any free port.
         """
         return RankEnvironment(
             rank,
@@ -65,14 +65,14 @@ class RankPlace:
         )
 
     def listen(self, port: int | None, backlog: int) -> socket.socket:
-        """Open a socket at this place's address, for a store. None takes a free port."""
+        """Open a listening socket for a store at the address of this place. Port None takes a free port."""
         if self.host is None:
             return listen(port, backlog, self.address)
         return inside(self.host.namespace, lambda: listen(port, backlog, self.address))
 
 
 def cores_on(cluster: Cluster, plan: Plan) -> list[list[int]] | None:
-    """Return the cores of each rank if the plan pins them, else None."""
+    """Return the cores of each rank if the plan pins ranks to cores, otherwise None."""
     if not plan.pin:
         return None
     if cluster.emulate is not None:
@@ -84,8 +84,8 @@ def cores_on(cluster: Cluster, plan: Plan) -> list[list[int]] | None:
 def with_servers(places: list[RankPlace], plan: Plan) -> list[RankPlace]:
     """Return the places of a plan's workers, followed by the places of its servers.
 
-    Servers are distributed over the workers' hosts in turn. A server and its backup are on different hosts if there are
-    several.
+    Servers are assigned to the hosts of the workers in turn. If there are several hosts, a server and its backup are on
+    different hosts.
     """
     servers = ServerProcesses.of(plan.sync)
     hosts = list({(place.number, place.address): place for place in places}.values())
@@ -95,12 +95,12 @@ def with_servers(places: list[RankPlace], plan: Plan) -> list[RankPlace]:
 
 
 def on_this_machine(ranks: int) -> list[RankPlace]:
-    """Place all ranks on this machine, with their rendezvous on loopback."""
+    """Return places for all ranks on this machine, which meet on the loopback address."""
     return [RankPlace(rank, ranks) for rank in range(ranks)]
 
 
 def on_hosts(hosts: Sequence[EmulatedHost], per_host: Sequence[int]) -> list[RankPlace]:
-    """Place ranks on the emulated hosts, in the order of the hosts."""
+    """Return places for ranks on the emulated hosts, in the order of the hosts."""
     return [
         RankPlace(rank, count, host.address, host.interface, host, number)
         for number, (host, count) in enumerate(zip(hosts, per_host, strict=True))
@@ -109,9 +109,9 @@ def on_hosts(hosts: Sequence[EmulatedHost], per_host: Sequence[int]) -> list[Ran
 
 
 def listen(port: int | None, backlog: int, address: str = ADDRESS) -> socket.socket:
-    """Open a socket at an address, for a store.
+    """Open a listening socket for a store at an address.
 
-    It is bound here, so that no other process can take the port before rank 0 is up.
+    The launcher binds the socket, so that no other process can take the port before rank 0 has started.
     """
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     try:
@@ -128,21 +128,22 @@ def _no_port(port: int | None, address: str, error: OSError | OverflowError) -> 
     if isinstance(error, OverflowError):
         return LaunchError(
             "launch.port_out_of_range",
-            "port {port} does not exist: ports go from 1 to 65535. Choose another port, or none for a free one.",
+            "port {port} is out of range: ports are numbered from 1 to 65535. Choose another port, or omit "
+            "the port to use a free one.",
             port=port,
         )
     if error.errno == errno.EADDRINUSE:
         return LaunchError(
             "launch.port_in_use",
-            "port {port} on {address} is in use by {process}. Choose another port, choose none for a free one, or end "
-            "that process.",
+            "port {port} on {address} is in use by {process}. End that process, choose another port, or "
+            "omit the port to use a free one.",
             port=port,
             address=address,
             process=_listener_of(port),
         )
     return LaunchError(
         "launch.port_unusable",
-        "port {port} on {address} cannot be opened: {reason}. Choose another port, or none for a free one.",
+        "port {port} on {address} cannot be opened: {reason}. Choose another port, or omit the port to use a free one.",
         port=port or "(any)",
         address=address,
         reason=error.strerror,
@@ -169,8 +170,8 @@ class Rendezvous:
     """Meeting point of the ranks.
 
     Attributes:
-        store: the store's Unix socket, or its address and port.
-        key_fd: descriptor of the run's key, which ranks inherit; None for a Unix socket, which needs no key.
+        store: path of the store's Unix socket, or the store's address and port.
+        key_fd: descriptor of the run's key, which ranks inherit. None for a Unix socket, which needs no key.
     """
 
     store: str
@@ -181,12 +182,12 @@ class Rendezvous:
 def rendezvous(
     places: Sequence[RankPlace], folder: Path, port: int | None, key: RunKey | None = None
 ) -> Iterator[Rendezvous]:
-    """Serve a store for ranks in these places inside the context.
+    """Serve a store for ranks at these places inside the context.
 
     Args:
         folder: the launcher's private folder.
         port: port between hosts; None takes a free port.
-        key: the run's key; None takes this process's own key, or makes one.
+        key: the run's key; None uses the key of this process, or makes a new key.
 
     Raises:
         LaunchError: the store cannot be served.
@@ -213,8 +214,8 @@ def on_one_host(places: Sequence[RankPlace]) -> bool:
     return all(place.host is None and place.number == 0 for place in places)
 
 
-RECOVERY = "PACELINE_RECOVERY"  # off: the loss of any rank stops all ranks
-# for messages: the plans that recover in place
+RECOVERY = "PACELINE_RECOVERY"  # with the value off, the loss of any rank stops all ranks
+# for messages: condition for a plan to recover in place
 NEEDS = "CPUs, dp of at least 2 or copies in memory, and no division under a rule with local steps"
 
 
@@ -235,10 +236,11 @@ def recovery_is_on() -> bool:
 def recovers_in_place(job: Job, plan: Plan, cluster: Cluster) -> bool:
     """True if a lost rank is replaced while the others continue.
 
-    There are three conditions. First, there are several replicas, which are equal after every step or are undivided
-    under one of paceline's sync rules; or there is one replica whose parts are copied to other ranks. Second, the run
-    uses paceline's transports, because waits of torch's transports cannot be interrupted. Third, samples can be divided
-    among any number of replicas.
+    There are three conditions. First, the state of a lost rank must exist elsewhere. For this, the plan needs either
+    one replica whose parts are copied to other ranks, or several replicas. Several replicas must be equal after every
+    step, or be undivided and use one of paceline's sync rules. Second, the run must use paceline's transports, because
+    waits in torch's transports cannot be interrupted. Third, the samples must be divisible among any number of
+    replicas.
 
     Raises:
         LaunchError: `PACELINE_RECOVERY` is neither on nor off.
@@ -253,5 +255,5 @@ def recovers_in_place(job: Job, plan: Plan, cluster: Cluster) -> bool:
 
 
 def is_mirrored(plan: Plan) -> bool:
-    """True if ranks keep copies of each other's state (`Mirror`) because no other replica has it."""
+    """True if ranks keep copies of each other's state (`Mirror`), because no other replica has the state."""
     return plan.dp == plan.cp == plan.ep == 1 and plan.ranks > 1

@@ -1,7 +1,8 @@
-"""Main functions of a rank, and of the forkserver that forks ranks.
+"""Main functions of a rank and of the forkserver.
 
-A rank calls `pkg.mod:function`, in a fork of the forkserver or in a new interpreter. It never outlives its launcher. It
-records an error in a file; the launcher shows the error that caused the failure.
+A rank calls `pkg.mod:function`, either in a fork of the forkserver or in a new interpreter. A rank ends when its
+launcher ends. If the function fails, the rank writes the error to a file, and the launcher shows the error that caused
+the failure.
 """
 
 from __future__ import annotations
@@ -41,12 +42,12 @@ from paceline.files import sockets_fit
 from paceline.job.spec import load_object
 from paceline.rank_environment import RankEnvironment, own_rank
 
-PR_SET_PDEATHSIG = 1  # of prctl
-_EXIT_S = 10  # for the other threads of a launcher whose first thread has ended
+PR_SET_PDEATHSIG = 1  # option of prctl
+_EXIT_S = 10  # time for the other threads of a launcher to end after its first thread
 
 
 def main() -> None:
-    """Run the forkserver, or the rank that the environment names, in a new interpreter."""
+    """Run a forkserver or a rank in this new interpreter, as the arguments and the environment specify."""
     if sys.argv[1:2] == [FORKSERVER]:
         be_forkserver(sys.argv[2:])
         return
@@ -54,7 +55,8 @@ def main() -> None:
     assert environment.launcher is not None
     held = [*environment.inherited_fds, *([] if environment.key_fd is None else [environment.key_fd])]
     for descriptor in held:
-        os.set_inheritable(descriptor, False)  # this rank keeps it; programs that it starts do not inherit it
+        # this rank keeps the descriptor, but programs that it starts do not inherit the descriptor
+        os.set_inheritable(descriptor, False)
     run(sys.argv[1:], environment, environment.launcher, os.pidfd_open(environment.launcher))
 
 
@@ -65,14 +67,14 @@ def run(
     launcher: int,
     prepare: Callable[[], object] = lambda: None,
 ) -> None:
-    """Run the function that the first argument names, and exit.
+    """Call the function that the first argument names; exit the process if the function fails.
 
-    The exit code is 0 if the function returns, the code of a SystemExit, or 1 for any other exception.
+    The exit code is the code of a SystemExit, or 1 for any other exception.
 
     Args:
-        parent: process id of the launcher, or of the forkserver that ends when the launcher does.
-        launcher: pidfd of the launcher's process.
-        prepare: called before anything else that may fail, once the rank is in its host and on its cores.
+        parent: process id of the launcher, or of the forkserver, which ends together with the launcher.
+        launcher: pidfd of the launcher.
+        prepare: called once the rank has joined its emulated host and is pinned to its cores.
     """
     assert environment.error_file is not None
     record = environment.error_file
@@ -83,12 +85,12 @@ def run(
     faulthandler.register(signal.SIGUSR2, stack, all_threads=True)
     on_failure(lambda error: _record(error, record))
     try:
-        enter_host(environment.host)  # before torch or user code starts a thread
+        enter_host(environment.host)  # called before torch or user code starts a thread
         _pin(environment)
         prepare()
         defer_compiler()
-        # Files of multiprocessing, such as those of loader processes, are removed with the launcher's folder in any
-        # case.
+        # Temporary files of multiprocessing, such as files of loader processes, are in the launcher's folder, and are
+        # always removed with it.
         if sockets_fit(str(record.parent)):
             multiprocessing.current_process()._config["tempdir"] = str(record.parent)  # type: ignore[attr-defined]
         target, *arguments = module_args
@@ -102,25 +104,26 @@ def run(
 
 
 class Launcher:
-    """Watch on the launcher: its death ends the rank, and its folder is removed."""
+    """Monitor of the launcher. When the launcher dies, the rank ends and removes the launcher's folder."""
 
     def __init__(self, process: int, pid: int | None, folder: Path, grace_s: int = 0) -> None:
         self.process, self.pid, self.folder, self.grace_s = process, pid, folder, grace_s
 
     def end_with(self, parent: int) -> None:
-        """Let the kernel send SIGTERM when the launcher dies, so that the rank saves.
+        """Let the kernel send SIGTERM when the launcher dies, so that the rank saves a checkpoint.
 
-        If the rank does not end, it and its processes get SIGKILL; at once if there is no time to save.
+        If the rank does not end in time, SIGKILL ends the rank and its processes. If `grace_s` is 0, SIGKILL is sent
+        immediately.
         """
         number = signal.SIGTERM if self.grace_s else signal.SIGKILL
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, number)
-        if os.getppid() != parent:  # it died before the kernel could report it
+        if os.getppid() != parent:  # the parent died before this request to the kernel
             sys.exit(1)
         threading.Thread(target=self._kill_when_orphaned, name="launcher-watch", daemon=True).start()
 
     def clean_up(self) -> None:
         """Remove the temporary folder of a launcher that was killed."""
-        # The kernel reports the end of its first thread; the threads of its store may end a moment later.
+        # The kernel reports the end of the launcher's first thread. The threads of its store may end a moment later.
         dying = self.pid is not None and state_of(self.pid) == "Z"
         if select.select([self.process], [], [], _EXIT_S if dying else 0)[0]:
             shutil.rmtree(self.folder, ignore_errors=True)
@@ -133,19 +136,23 @@ class Launcher:
 
 
 def _record(error: BaseException, path: Path) -> None:
-    """Record the error for the launcher, with the time at which it was first seen."""
+    """Write the error record for the launcher, with the time of the rank's first error."""
     if isinstance(error, SystemExit) and error.code in (None, 0):
         return
     try:
         before = ErrorRecord.read(path)
         now = ErrorRecord.of(error, own_rank())
         (now if before is None else replace(now, time=before.time)).write(path)
-    except OSError:  # the launcher and its folder are gone, or the disk is full: only this rank can show it
+    # the launcher and its folder are gone, or the disk is full, so that only this rank can show the error
+    except OSError:
         traceback.print_exception(error)
 
 
 def _pin(environment: RankEnvironment) -> None:
-    """Pin this rank to its cores. In a new interpreter, torch sizes its thread pools by them on import."""
+    """Pin this rank to its cores.
+
+    In a new interpreter, torch is imported later, and chooses the size of its thread pools from these cores.
+    """
     if not environment.cores:
         return
     try:
@@ -159,14 +166,14 @@ def _pin(environment: RankEnvironment) -> None:
 
 
 def _leave(error: BaseException, path: Path, launcher: Launcher, code: int) -> None:
-    """Record the error and end at once, even if threads still wait for a peer."""
+    """Record the error and exit immediately, even if threads still wait for a peer."""
     _record(error, path)
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
         except OSError:
-            continue  # the reader is gone
+            continue  # the reader of the output has ended
     launcher.clean_up()
     os._exit(code)
 
@@ -176,13 +183,13 @@ IMPORTS = ("paceline.run.loop", "paceline.elastic.run_on_ranks")  # modules that
 
 @dataclass(frozen=True)
 class _Order:
-    """Launcher's order to become a rank.
+    """Order of the launcher to a fork, which becomes a rank.
 
     Attributes:
-        folder: the launcher's current working directory; `limits` (of resources) and `cores` are the launcher's as
-            well.
-        descriptors: stdout, stderr, the socket of torch's store if the rank serves it, the run's key, and descriptors
-            to keep open.
+        folder: current working directory of the launcher. `limits` are the launcher's resource limits, and `cores` are
+            its CPU cores.
+        descriptors: stdout, stderr, the socket of torch's store if the rank serves the store, the run's key if there is
+            one, and descriptors to keep open.
         forkserver: process id of the forkserver.
     """
 
@@ -198,15 +205,17 @@ class _Order:
 
 
 def be_forkserver(arguments: list[str]) -> None:
-    """Import, and fork on order. The arguments are `DESCRIPTOR LAUNCHER DIES_WITH_ITS_THREAD`.
+    """Import the modules that ranks need, and fork ranks on request.
 
-    It returns only in ranks, after they have done their work.
+    The arguments are `DESCRIPTOR LAUNCHER DIES_WITH_ITS_THREAD`.
+
+    In the forkserver, the function returns when the launcher has ended.
     """
-    # A scheduler signals every process of a run. The launcher decides which ranks end; this process ends with the
-    # launcher.
+    # A scheduler sends SIGTERM to every process of a run. The launcher decides which ranks end, and this process ends
+    # with the launcher.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     descriptor, launcher, dies_with_thread = map(int, arguments)
-    if dies_with_thread:  # also during imports
+    if dies_with_thread:  # the forkserver then also ends if the launcher dies during the imports
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     try:
         watch = os.pidfd_open(launcher)
@@ -219,9 +228,9 @@ def be_forkserver(arguments: list[str]) -> None:
 
 
 def split_off() -> None:
-    """Make a copy of this process the forkserver of the ranks that it starts.
+    """Fork this process, and use the fork as the forkserver of this process.
 
-    This process was itself forked from a forkserver, and has started no thread, so that forking is safe.
+    Forking is safe, because this process was itself forked from a forkserver and has started no threads.
     """
     call_the_process("paceline host process")
     share(Forkserver({**DEFAULTS, **os.environ}, _copy))
@@ -238,7 +247,7 @@ def _copy(ours: socket.socket, channel: socket.socket) -> _Child:
 
 
 def be_a_copy(channel: socket.socket, launcher: int) -> NoReturn:
-    """Run a forkserver for its parent, the launcher, in a fork of a forkserver."""
+    """Run a forkserver in this fork of the launcher."""
     try:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         watch = os.pidfd_open(launcher)
@@ -252,7 +261,7 @@ def be_a_copy(channel: socket.socket, launcher: int) -> NoReturn:
 
 
 class _Child:
-    """Forked process, with the methods of `Popen`."""
+    """Forked process with the interface of `Popen`."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
@@ -274,10 +283,10 @@ class _Child:
 
 
 def imported(modules: Sequence[str], *, needed: bool = False) -> str | None:
-    """Import what ranks need. Return the reason if no rank may be forked from this process.
+    """Import modules for ranks; return the reason why no rank can be forked from this process, or None.
 
-    Ranks raise and show import errors themselves. With `needed`, an import error is a reason not to fork, and each rank
-    runs in a new interpreter.
+    Import errors are ignored, because the ranks raise and show these errors. With `needed`, an import error is a reason
+    not to fork, so that each rank runs in a new interpreter.
     """
     gc.disable()
     try:
@@ -289,7 +298,7 @@ def imported(modules: Sequence[str], *, needed: bool = False) -> str | None:
     finally:
         gc.enable()
     gc.collect()
-    # Ranks neither collect nor finalize imported objects, because that would copy the shared memory.
+    # Ranks neither garbage-collect nor finalize the imported objects, because both would copy shared memory.
     gc.freeze()
     for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
         finalizer.atexit = False
@@ -297,7 +306,7 @@ def imported(modules: Sequence[str], *, needed: bool = False) -> str | None:
 
 
 def _unfit() -> str | None:
-    """Return the reason why no rank may be forked from this process, or None."""
+    """Return the reason why no rank can be forked from this process, or None."""
     if (threads := len(os.listdir("/proc/self/task"))) > 1:
         return f"something that is imported has started {threads - 1} threads"
     if device.is_started():
@@ -306,9 +315,9 @@ def _unfit() -> str | None:
 
 
 def _serve(channel: socket.socket, launcher: int, watch: int, ready: Callable[[], str | None]) -> None:
-    """Report to the launcher if ranks can be forked here, and fork on its orders.
+    """Report to the launcher whether ranks can be forked from this process, and fork ranks on request.
 
-    It returns when the launcher is gone, and in ranks after they have done their work.
+    In the forkserver, the function returns when the launcher has ended.
     """
     if os.getppid() == launcher:
         send(channel, {"unfit": ready()})
@@ -318,7 +327,7 @@ def _serve(channel: socket.socket, launcher: int, watch: int, ready: Callable[[]
 
 
 def _fork_on_order(channel: socket.socket, watch: int) -> _Order | None:
-    """Follow orders until the launcher is gone, then return None. In a forked rank, return its order."""
+    """Follow orders until the launcher has ended, then return None. In a forked rank, return the rank's order."""
     forkserver = os.getpid()
     while True:
         ready, _, _ = select.select([channel.fileno(), watch], [], [])
@@ -326,7 +335,7 @@ def _fork_on_order(channel: socket.socket, watch: int) -> _Order | None:
             return None
         try:
             message, descriptors = receive(channel)
-        except ConnectionResetError:  # the launcher ended before reading an answer
+        except ConnectionResetError:  # the launcher ended before it read an answer
             return None
         if message is None:
             return None
@@ -339,7 +348,7 @@ def _fork_on_order(channel: socket.socket, watch: int) -> _Order | None:
             continue
         try:
             pid = os.fork()
-        except OSError as error:  # the limit of processes is reached, or memory is short
+        except OSError as error:  # the limit on processes is reached, or too little memory is free
             answer: dict[str, Any] = {"error": str(error)}
         else:
             answer = {"pid": pid}
@@ -360,13 +369,13 @@ def _end_of(pid: int) -> dict[str, Any]:
 
 def _become(order: _Order, watch: int) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    os.setsid()  # the terminal's Ctrl-C is for the launcher, which forwards it once
+    os.setsid()  # Ctrl-C in the terminal then reaches only the launcher, which forwards it once
     out, err, *others = order.descriptors
     for descriptor, standard in ((out, 1), (err, 2)):
         os.dup2(descriptor, standard)
         os.close(descriptor)
     told = RankEnvironment.from_env(order.environment)
-    # the descriptors have other numbers here
+    # the descriptors have different numbers in this process
     environment = replace(
         told,
         store_fd=others.pop(0) if order.serves else None,
@@ -392,28 +401,28 @@ def _become(order: _Order, watch: int) -> None:
 
 
 def end(code: int = 0) -> NoReturn:
-    """End like an interpreter, but keep the modules, because their teardown copies shared memory."""
+    """Exit like an interpreter, but without the teardown of modules, which would copy shared memory."""
     threading._shutdown()  # type: ignore[attr-defined]  # waits for threads that are not daemons, and asks executors to end
-    atexit._run_exitfuncs()  # like multiprocessing in its forks
-    for file in gc.get_objects():  # without the objects that the forkserver froze
+    atexit._run_exitfuncs()  # multiprocessing does the same in its forks
+    for file in gc.get_objects():  # this excludes objects that the forkserver has frozen
         if issubclass(type(file), io.IOBase):
-            with suppress(OSError, ValueError):  # closed, not writable, or its reader is gone
+            with suppress(OSError, ValueError):  # the file is closed or not writable, or its reader has ended
                 file.flush()
     os._exit(code)
 
 
 def call_the_process(title: str) -> None:
-    """Set the title in `ps` and `top`, instead of the forkserver's command line."""
+    """Set the title of this process in `ps` and `top`, in place of the forkserver's command line."""
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     start, end = (
         int(fields[45]),
         int(fields[46]),
-    )  # of the arguments: fields 48 and 49 of the file
+    )  # addresses of the arguments: fields 48 and 49 of the file
     ctypes.memmove(start, title.encode()[: end - start - 1].ljust(end - start, b"\0"), end - start)
 
 
 def _settle(folder: str, threads: int | None) -> None:
-    """Set the state that a new interpreter would have: import folder, threads, random numbers."""
+    """Set the import folder, threads and random numbers as in a new interpreter."""
     start = str(Path.cwd())
     os.chdir(folder)
     if start in sys.path[:1]:
@@ -425,11 +434,11 @@ def _settle(folder: str, threads: int | None) -> None:
         if threads > 1:
             _set_threads_of_numpy(threads)
     if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed()  # Python's random module reseeds itself
+        sys.modules["numpy"].random.seed()  # after a fork, Python's random module reseeds itself
 
 
 def _set_threads_of_numpy(threads: int) -> None:
-    """Set the threads of numpy's OpenBLAS, which was loaded with a single thread."""
+    """Set the number of threads of NumPy's OpenBLAS, which was loaded with a single thread."""
     files = {
         line.split()[-1]
         for line in Path("/proc/self/maps").read_text().splitlines()

@@ -24,42 +24,46 @@ from paceline.files import scratch_folder
 from paceline.rank_environment import RankEnvironment
 from paceline.wire.status import StatusBoard
 
-COLLECT_S = 0.5  # after the first failure, for the other ranks to report theirs
-MEETING_S = 0.02  # between two polls while others wait for ranks
+COLLECT_S = 0.5  # time after the first failure in which other ranks can report their failures
+MEETING_S = 0.02  # seconds between two polls while some ranks wait for others
 _TICK_S = 0.2
 _TERMINATE_S = 3.0  # from SIGTERM to SIGKILL
-_ANSWER_S = 1.0  # time for a hung rank to write its stack
-_STOPPED_S = 5.0  # a rank that is stopped for longer counts as lost
+_ANSWER_S = 1.0  # longest time for a hung rank to write its stack trace
+_STOPPED_S = 5.0  # a rank that is suspended for longer counts as lost
 
 Rank = StartedRank | RemoteRank
 
 
 @dataclass(frozen=True)
 class Setting:
-    """Settings of one attempt: the ranks to start, their function and their deadlines.
+    """Settings of one attempt: the ranks to start, the function they call, and their deadlines.
 
     Attributes:
-        module_args: the import path of the function that every rank calls (`pkg.mod:name`), then its arguments.
+        module_args: import path of the function that every rank calls (`pkg.mod:name`), followed by the function's
+            arguments.
         places: places of the ranks, in rank order.
         deadline_s: longest time that a rank may stay in one phase of one step while it is not waiting for others.
-        start_deadline_s: the same for the start-up.
-        collect_s: time after the first failure in which other ranks may end by themselves before they are stopped.
+        start_deadline_s: longest time that a rank may take to start.
+        collect_s: time after the first failure before the other ranks are stopped, in which they may end by themselves.
         threads: number of threads for each rank's torch operations.
-        pin_cores: the cores of each rank, or None to leave the choice to the kernel.
-        port: port of the rendezvous between hosts, at rank 0's address; on one machine, the port of torch's own store,
-            if accelerators need one. None takes a free port.
-        saves: ranks that are stopped save a checkpoint first; the launcher's message then mentions it.
+        pin_cores: the cores of each rank; None lets the kernel choose the cores.
+        port: port of the rendezvous between hosts, at the address of rank 0. On one machine, this is the port of
+            torch's own store, if accelerators need a store. None takes a free port.
+        saves: True if ranks save a checkpoint before they are stopped. The message of the launcher then mentions the
+            checkpoint.
         env: environment variables for the ranks, which extend or override those of this process.
-        inherited: descriptors that every rank holds open until it ends. Processes that a rank starts do not get them.
-        folder: folder that the ranks read and write, on any host; `module_args` names it.
-        recovers: the function takes part in generations (`run/recovery/`): a rank that is killed or hangs is left
-            out and started again, while the others go on.
-        follows_steps: if ranks recover, the limit for a computing rank that others wait for is derived from the steps
-            taken so far (`watchdog.py`); `deadline_s` remains the upper limit.
-        replica_ranks: number of ranks of a replica, which go on together or not at all.
-        workers: number of workers, if no group joins the ranks. Workers' ranks come first and end by themselves; the
-            other ranks serve them. A rank that is killed or hangs is started again, while the others go on.
-        server_copies: number of processes of each server; one of them is enough to go on.
+        inherited: descriptors that every rank keeps open until its end. Processes that a rank starts do not inherit
+            these descriptors.
+        folder: folder that ranks on all hosts read and write. `module_args` contains its path.
+        recovers: True if the function takes part in generations (`run/recovery/`). If a rank is killed or hangs, the
+            other ranks then continue without it, and the rank is started again.
+        follows_steps: True if the time limit of a rank that computes while others wait is derived from earlier steps,
+            when ranks recover (`watchdog.py`). `deadline_s` remains the upper limit.
+        replica_ranks: number of ranks per replica. The ranks of a replica continue together or not at all.
+        workers: number of workers, if the ranks share no process group. Ranks of workers have the lowest numbers; all
+            other ranks are servers. If a rank is killed or hangs, the other ranks continue, and the rank is started
+            again.
+        server_copies: number of processes per server. A server continues as long as one of its processes runs.
         number: number of the attempt, from 0.
     """
 
@@ -88,20 +92,20 @@ class Setting:
         return len(self.places)
 
     def begin(self, places: list[str]) -> Begin:
-        """Message that begins the attempt on another host; `places` names each rank's host."""
+        """Return the message that begins the attempt on another host. `places` has the name of each rank's host."""
         spares_hosts = self.recovers or self.workers is not None
         limits = self.start_deadline_s, self.recovers, spares_hosts, self.replica_ranks
         return Begin(self.number, list(self.module_args), dict(self.env), *limits, places, port=self.port or 0)
 
 
 class Ranks:
-    """The ranks of one attempt, by number. As a context manager, it removes everything that it made.
+    """Ranks of one attempt, indexed by number. The context manager ends them and removes their files.
 
     Args:
         tick: called at least five times a second while ranks are prepared.
-        tell: called with an event of the run and its details.
-        adopts: ranks that hosts have kept since the coordinator was lost, and that continue. The other ranks have
-            ended, and are replaced once their host is present.
+        tell: called with the name of an event of the run and its details.
+        adopts: ranks that hosts have kept since the coordinator was lost, and that continue. All other ranks have
+            ended; each is replaced once its host is present.
     """
 
     def __init__(
@@ -117,12 +121,12 @@ class Ranks:
         self.poll = select.poll()
         self.starter = Starter(setting.module_args, setting.env)
         self.remote: RemoteRanks | None = None
-        self.stopped_now: set[int] = set()  # ranks that were stopped at the last poll
+        self.stopped_now: set[int] = set()  # ranks that were suspended at the last poll
         self._ran_at: dict[int, float] = {}  # time at which each rank was last seen running
         self._ranks: list[Rank] = []
-        self._starts: Counter[int] = Counter()  # of ranks, again
+        self._starts: Counter[int] = Counter()  # number of restarts of each rank
         self._told = False
-        self._oom_told: dict[str, int] = {}  # by host
+        self._oom_told: dict[str, int] = {}  # number of reported kills for lack of memory, by host
         self._killing = False
 
     def __iter__(self) -> Iterator[Rank]:
@@ -134,7 +138,7 @@ class Ranks:
     def __enter__(self) -> Self:
         self._oom_kills, setting = oom_kills(), self.setting
         kept = self.adopts.kept if self.adopts else None
-        with ExitStack() as made:  # undone here if a start fails midway
+        with ExitStack() as made:  # closes everything if an error interrupts the setup
             if kept is not None:
                 made.callback(kept.end)
                 self.folder, self.board, self.starter = kept.scratch, kept.board, kept.starter
@@ -165,13 +169,13 @@ class Ranks:
         """Start all ranks.
 
         Raises:
-            LaunchError: a rank cannot be started, or a signal arrived before.
+            LaunchError: a rank cannot be started, or a signal arrived before the start.
         """
         setting = self.setting
         self._prepare()
         key = hosts.key if (hosts := current_hosts()) else None
         self._rendezvous = self._made.enter_context(rendezvous(setting.places, self.folder, setting.port, key))
-        # a socket for torch's own store, if a port was requested
+        # torch's own store needs a socket if a port was requested
         has_store = setting.port is not None and on_one_host(setting.places)
         backlog = max(128, 2 * setting.ranks)
         with setting.places[0].listen(setting.port, backlog) if has_store else nullcontext() as listener:
@@ -179,7 +183,7 @@ class Ranks:
                 self._ranks.append(self._start(number, listener))
 
     def start_again(self, number: int) -> None:
-        """Start a rank whose process has ended."""
+        """Start a rank again whose process has ended."""
         self._starts[number] += 1
         for suffix in (".error", ".stack"):
             self[number].record.with_suffix(suffix).unlink(missing_ok=True)
@@ -188,25 +192,25 @@ class Ranks:
 
     @property
     def running(self) -> list[Rank]:
-        """Ranks that have not ended."""
+        """Ranks that have not ended yet."""
         return [rank for rank in self if rank.code is None]
 
     def is_away(self, number: int) -> bool:
-        """True for a rank whose host is lost."""
+        """Return True if the host of a rank is lost."""
         rank = self[number]
         return isinstance(rank, RemoteRank) and rank.link.lost is not None
 
     def was_killed(self, number: int) -> bool:
-        """True if a signal, and not an error of its own, ended the rank."""
+        """Return True if a signal ended the rank, and not an error in the rank."""
         rank = self[number]
         return rank.code is not None and rank.code < 0 and not rank.record.exists()
 
     def on_host(self, host: int) -> set[int]:
-        """Ranks on the host with this number."""
+        """Return the numbers of the ranks on a host."""
         return {rank for rank, place in enumerate(self.setting.places) if place.number == host}
 
     def note_ends(self, wait_s: float = _TICK_S) -> None:
-        """Wait for any rank to end, at most `wait_s`, and collect the exit codes."""
+        """Wait until a rank ends or `wait_s` seconds have passed, and collect the exit codes."""
         here = [rank for rank in self.running if isinstance(rank, StartedRank)]
         by_fd = {rank.pidfd: rank for rank in here}
         if self.remote and self.remote.busy:
@@ -225,7 +229,7 @@ class Ranks:
                 self.remote.give_up_silent()
 
     def note_ends_for(self, wait_s: float, *, unless_killing: bool = False) -> None:
-        """Wait for all ranks to end, at most `wait_s`."""
+        """Wait until all ranks have ended or `wait_s` seconds have passed."""
         until = time.monotonic() + wait_s
         while self.running and (left_s := until - time.monotonic()) > 0:
             if unless_killing and self.signals.kill:
@@ -239,7 +243,7 @@ class Ranks:
             self.note_ends(MEETING_S)
 
     def stop_all(self) -> None:
-        """End all ranks: SIGTERM, then SIGKILL."""
+        """End all ranks with SIGTERM, and after some seconds with SIGKILL."""
         for rank in self:
             rank.signal(signal.SIGTERM)
         self.note_ends_for(_TERMINATE_S, unless_killing=True)
@@ -250,20 +254,20 @@ class Ranks:
         self._killing = True
         for rank in self:
             rank.kill()
-        self.note_ends_for(10)  # SIGKILL takes effect at once, unless a rank is stuck in a failing disk or driver
+        self.note_ends_for(10)  # SIGKILL takes effect immediately, unless a rank is blocked by a failing disk or driver
 
     def kill_hung(self, number: int) -> str:
-        """Kill a rank that makes no progress, and return a sentence that describes it."""
+        """Kill a rank that makes no progress; return a sentence that describes what the rank was doing."""
         ends = self.ends()
         self[number].kill()
-        # the text after the semicolon is advice for runs that end, and the stack
+        # the text after the semicolon applies only to runs that end
         return str(hang([ends[number]], ends, time.monotonic_ns())).partition(";")[0]
 
     def obey_signals(self) -> None:
         """Forward a signal that the launcher received.
 
         Raises:
-            SystemExit: 130, if a second SIGINT arrived and all ranks were killed.
+            SystemExit: with exit code 130, after a second SIGINT has killed all ranks.
         """
         if self.signals.kill:
             print("paceline: killing the ranks", file=sys.stderr)
@@ -276,20 +280,20 @@ class Ranks:
             print(f"paceline: {self.signals.first}: the ranks {what}. {kills} kills them at once.", file=sys.stderr)
             self.tell("stop", {"signal": self.signals.first})
             for rank, status in zip(self, self.board.read() if self._ranks else (), strict=True):
-                # During the start, Python's SIGINT handler would raise KeyboardInterrupt anywhere; a rank that is done
-                # ends by itself.
+                # During the start of a rank, Python's SIGINT handler would raise KeyboardInterrupt in arbitrary code. A
+                # rank that is done ends by itself.
                 if status.phase != "done":
                     rank.signal(signal.SIGTERM if status.phase == "starting" else signal.Signals[self.signals.first])
 
     def stopped_too_long(self, numbers: Sequence[int]) -> list[int]:
-        """Select the ranks that have been stopped for too long; they count as lost."""
+        """Select the ranks that have been suspended for too long. These ranks count as lost."""
         now, limit_s = time.monotonic(), min(_STOPPED_S, self.setting.deadline_s / 2)
         self.stopped_now = {number for number in numbers if self[number].stopped}
         self._ran_at = {n: self._ran_at.get(n, now) if n in self.stopped_now else now for n in numbers}
         return sorted(number for number in self.stopped_now if now - self._ran_at[number] > limit_s)
 
     def ask_for_stacks(self, numbers: Set[int]) -> None:
-        """Make hung ranks write their stacks, and wait briefly for them."""
+        """Make hung ranks write their stack traces, and wait briefly for these."""
         asked = [rank for rank in self if rank.number in numbers and not rank.stopped]
         for rank in asked:
             rank.signal(signal.SIGUSR2)
@@ -298,7 +302,7 @@ class Ranks:
             self.note_ends(0.02)
 
     def ends(self) -> list[RankEnd]:
-        """End or present state of every rank."""
+        """Return the final or current state of every rank."""
         return [
             RankEnd(
                 status=status,
@@ -316,21 +320,21 @@ class Ranks:
         ]
 
     def oom_kills_here(self) -> int | None:
-        """Count the processes here that were killed for lack of memory since the attempt began."""
+        """Return the number of processes on this host that were killed for lack of memory during the attempt."""
         kills = oom_kills()
         return None if kills is None or self._oom_kills is None else kills - self._oom_kills
 
     def new_oom_kills(self, end: RankEnd) -> int | None:
-        """Count new kills for lack of memory on a rank's host since the last call.
+        """Return the number of new kills for lack of memory on the host of a rank since the last call.
 
-        None if its kernel does not report them.
+        The result is None if the kernel of that host does not report the number.
         """
         now = end.oom_kills if end.remote else self.oom_kills_here()
         before, self._oom_told[end.host] = self._oom_told.get(end.host, 0), now or 0
         return None if now is None else now - before
 
     def _adopt(self, next_generation: NextGeneration) -> None:
-        """Take over the kept ranks; start the missing ranks of this host."""
+        """Take over the kept ranks, and start the missing ranks of this host."""
         assert self.remote is not None
         kept, self._rendezvous = next_generation.kept, next_generation.rendezvous
         self.remote.adopt(self.setting.begin(kept.begin.places))
@@ -352,7 +356,7 @@ class Ranks:
         return rank
 
     def _prepare(self) -> None:
-        """Wait until ranks can be started here."""
+        """Wait until ranks can be started on this host."""
 
         def stopped() -> bool:
             self.tick()
@@ -379,12 +383,12 @@ class Ranks:
             key_fd=self._rendezvous.key_fd,
             store_fd=listener.fileno() if listener and number == 0 else None,
             inherited_fds=tuple(setting.inherited),
-            # the ranks of other hosts continue without it: after SIGTERM it would ask them to stop
+            # ranks on other hosts continue without this rank, but after SIGTERM it would ask them to stop
             grace_s=0 if self.remote and self.remote.spares_this_host else place.grace_s,
         )
 
     def _close(self) -> None:
         self.kill_all()
         for rank in self.running:
-            if isinstance(rank, StartedRank):  # stuck on a failing disk or driver
+            if isinstance(rank, StartedRank):  # the rank is blocked by a failing disk or driver
                 os.close(rank.pidfd)

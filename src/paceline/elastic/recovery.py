@@ -1,9 +1,9 @@
-"""Recovery of an attempt while it runs, and changes of its size.
+"""Recovery of a running attempt after losses, and changes of its size.
 
-Lost ranks are replaced, and `paceline scale` makes the run larger or smaller. `membership.py` makes the decisions; this
-module applies them to processes, the status board and other hosts. `independent.py` does the same for ranks that no
-group joins. Requests to scale are files in the run's directory, where only its owner can write. The launcher picks a
-request up, and answers in a file beside it.
+Lost ranks are replaced, and `paceline scale` makes the run larger or smaller. `membership.py` makes the decisions. This
+module applies them to processes, the status board and other hosts. `independent.py` does the same for ranks that share
+no process group. A scaling request is a file in the run's directory, where only the owner of the run can write. The
+launcher reads the request, and writes its answer to a second file in that directory.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ from paceline.files import read_text, write_whole
 from paceline.units import count
 from paceline.wire.status import Generation, RankStatus
 
-LOSSES = "PACELINE_LOSSES_PER_HOUR"  # losses of one rank after which it is left out
-_NAME, _LIMIT = "scale-", 65536  # of the files of a request
+LOSSES = "PACELINE_LOSSES_PER_HOUR"  # number of losses per hour after which a rank is left out
+_NAME, _LIMIT = "scale-", 65536  # prefix of the names of request files, and largest size of a request in bytes
 _LOOK_S = 0.1
 
 
 class Losses:
-    """Loss handling of an attempt. In this base class, the loss of one rank ends the attempt.
+    """Base class for the loss handling of an attempt. Here, the loss of one rank ends the attempt.
 
-    `Recovery` and `Independent` replace lost ranks. In `Recovery` all other replicas continue together; in
-    `Independent` each worker and server continues by itself.
+    `Recovery` and `Independent` replace lost ranks. With `Recovery`, all other replicas continue together. With
+    `Independent`, each worker and server continues by itself.
 
     Attributes:
         replaces: True if lost ranks are restarted.
@@ -50,54 +50,56 @@ class Losses:
 
     def __init__(self, ranks: Ranks) -> None:
         self.ranks = ranks
-        self._why: dict[int, str] = {}  # ranks that were killed here because they hung
-        self._away: dict[int, list[int]] = {}  # ranks to start when their host is back, by its number
+        self._why: dict[int, str] = {}  # ranks that the launcher killed because they hung, each with a description
+        # ranks to start when their host is back, indexed by the number of the host
+        self._away: dict[int, list[int]] = {}
 
     @property
     def hurries(self) -> bool:
-        """True while other ranks wait for ranks that are starting."""
+        """True while running ranks wait for ranks that are starting."""
         return False
 
     @property
     def too_few(self) -> str | None:
-        """Error text that ends the run; None while the run can continue."""
+        """Error text if too few ranks or hosts remain, so that the run ends; None while the run can continue."""
         return None
 
     @property
     def counted(self) -> Sequence[int]:
-        """Ranks whose failure counts as the attempt's failure."""
+        """Ranks whose failure makes the attempt fail."""
         return range(self.ranks.setting.ranks)
 
     def turn(self) -> bool:
-        """Handle the events since the last turn; return True once the run is done.
+        """Handle the events since the last call; return True once the run is done.
 
-        A rank that raised is not a loss: the other ranks would raise the same error.
+        A rank that raised an exception does not count as lost, because the other ranks would raise the same exception.
         """
         return False
 
     def shrink(self) -> str:
-        """Let a part of the run leave after a step.
+        """Make the run smaller: let one of its parts leave after a step.
 
         Raises:
             LaunchError: no part can leave.
         """
         raise LaunchError(
             "scale.not_elastic",
-            "the plan of this run does not recover in place (which needs {needs}), so its ranks cannot change. End "
-            "the run (Ctrl-C saves) and continue with --resume and another --plan.",
+            "the plan of this run does not support recovery in place, which needs {needs}. The number of "
+            "ranks therefore cannot change. End the run (Ctrl-C saves) and continue with --resume and "
+            "another --plan.",
             needs=NEEDS,
         )
 
     def grow(self) -> str:
-        """Start a left-out part of the run, or wait for its host.
+        """Make the run larger: start a part that was left out, or allow the part's host to come back.
 
         Raises:
-            LaunchError: all parts take part or are awaited, or a rank could not be started.
+            LaunchError: no part is left out, every left-out part is already expected, or a rank could not be started.
         """
         return self.shrink()
 
     def end(self, hung: Sequence[RankStatus]) -> bool:
-        """Kill hung ranks, so that they are replaced; return True if they were killed."""
+        """Kill hung ranks if they can be replaced; return True if they were killed."""
         if self.replaces:
             self.ranks.ask_for_stacks({status.rank for status in hung})
             for status in hung:
@@ -110,7 +112,7 @@ class Losses:
         return self.ranks.signals.first is not None
 
     def _cause(self, end: RankEnd, *, serves: bool = False) -> tuple[str, str]:
-        """Return the code and the text of the error that would have ended the run."""
+        """Return the code and the text of the error that describes the end of a rank."""
         number = end.status.rank
         if (why := self._why.pop(number, None)) is not None:
             return "launch.rank_hung", why
@@ -127,32 +129,35 @@ class Losses:
         self.tell("host_lost", **told, waits_s=waits_s, revived=revived, **more)
 
     def tell(self, event: str, **details: Any) -> None:
-        """Record an event. Ranks without a common group have a single generation, 0."""
+        """Record an event of the run. The generation is always 0, because the ranks share no process group."""
         self.ranks.tell(event, {**details, "generation": 0})
 
     def _must_not_be_awaited(self) -> None:
-        """Raise LaunchError if an absent host may still join and make the run larger."""
+        """Raise LaunchError if an absent host may still join, which would make the run larger."""
         if hosts := ", ".join(str(number) for number, ranks in sorted(self._away.items()) if ranks):
             raise LaunchError(
                 "scale.host_may_come",
-                "host number {host} can join at any time. Start the same command on it.",
+                "host number {host} may still join, which makes the run larger. Start the same command on that host.",
                 host=hosts,
             )
 
 
 class Recovery(Losses):
-    """Generations of one attempt. The first generation has all ranks, or the ranks that hosts have kept."""
+    """Loss handling for ranks that train together, in the generations of one attempt.
+
+    The first generation has all ranks, or the ranks that hosts have kept after the loss of a coordinator.
+    """
 
     replaces = True
 
     def __init__(self, ranks: Ranks) -> None:
         super().__init__(ranks)
         self.membership = Membership(ranks.setting.ranks, most_losses(), ranks.setting.replica_ranks)
-        self._meets = True  # some ranks are entering the newest generation
+        self._meets = True  # True while ranks are entering the newest generation
         self._announced = -1, -1
-        self._handled: set[int] = set()  # ranks whose current process is noted as ended
+        self._handled: set[int] = set()  # ranks whose end was already handled
         self._nobody_since = math.inf
-        self._leaving: set[int] = set()  # ranks that take part until the end of a step
+        self._leaving: set[int] = set()  # ranks that leave at the end of a step
         self._leaving_host: int | None = None  # the host that leaves with these ranks
         if ranks.adopts is None:
             self._begin_without_absent()
@@ -177,7 +182,7 @@ class Recovery(Losses):
             )
 
     def _go_on_in(self, generation: Generation) -> None:
-        """Continue with the notes of the previous coordinator."""
+        """Continue with the generation and the losses that the previous coordinator recorded."""
         remote, membership = self.ranks.remote, self.membership
         assert remote is not None
         past = remote.hosts.past
@@ -189,14 +194,15 @@ class Recovery(Losses):
         away = self._await_spared(remote)
         membership.leave_out(away, away)
         for link in remote.links:
-            if link.held is None and link.lost is None:  # the host had just come back: its ranks start once it is ready
+            # the host has just come back; its ranks start once the host is ready
+            if link.held is None and link.lost is None:
                 there = self.ranks.on_host(link.number)
                 self._away[link.number] = sorted(there - membership.left_out)
                 self._handled |= there
                 membership.leave_out(there)
 
     def _await_spared(self, remote: RemoteRanks) -> set[int]:
-        """Wait for absent hosts; return the ranks to start when these hosts connect."""
+        """Expect absent hosts; return the ranks to start when these hosts connect."""
         away = set()
         for link in remote.spared:
             there = self.ranks.on_host(link.number)
@@ -208,19 +214,19 @@ class Recovery(Losses):
 
     @property
     def hurries(self) -> bool:
-        """True while others wait for ranks that are entering a generation, or are stopped."""
+        """True while ranks wait for other ranks that are entering a generation or are suspended."""
         return self._meets or bool(self.ranks.stopped_now)
 
     @property
     def members(self) -> tuple[int, ...]:
-        """Ranks that take part; a joining rank takes part once it has met the others."""
+        """Ranks that take part in the current generation."""
         return self.membership.current.members
 
     @property
     def counted(self) -> Sequence[int]:
         """Ranks that take part.
 
-        These are all ranks if no replica can be whole again, or if the run is ending and no rank takes part.
+        If no replica can be whole again, or the run is ending and no rank takes part, these are all ranks.
         """
         nobody = not self.members and self.ending
         return range(self.ranks.setting.ranks) if self.membership.hopeless or nobody else self.members
@@ -228,7 +234,7 @@ class Recovery(Losses):
     def turn(self) -> bool:
         codes = [self.ranks[number].code for number in self.members]
         if codes and all(code == 0 for code in codes):
-            self.ranks.kill_all()  # ranks that had not joined yet
+            self.ranks.kill_all()  # this kills ranks that have not joined yet
             return True
         if not self.ending and 0 not in codes:
             self._note_losses()
@@ -242,7 +248,7 @@ class Recovery(Losses):
     def end(self, hung: Sequence[RankStatus]) -> bool:
         """See `Losses`.
 
-        No rank is killed if every replica has a hung rank, or if all ranks of the only replica hang.
+        If every replica has a hung rank, or all ranks of the only replica hang, no rank is killed.
         """
         numbers = {status.rank for status in hung}
         one_replica = self.ranks.setting.replica_ranks == self.ranks.setting.ranks
@@ -250,9 +256,9 @@ class Recovery(Losses):
         return not set(self.members) <= (numbers if one_replica else hit) and super().end(hung)
 
     def _end_wait(self) -> None:
-        """End the wait for required hosts.
+        """Stop waiting for hosts that the run needs, when the wait is over.
 
-        The wait ends after a signal, or when the time limit is over.
+        The wait is over after a signal, or when the time limit has passed.
         """
         now = time.monotonic()
         self._nobody_since = math.inf if self.members else min(self._nobody_since, now)
@@ -267,7 +273,7 @@ class Recovery(Losses):
 
     @property
     def too_few(self) -> str | None:
-        """Error text that ends a run without enough hosts; None while more may connect."""
+        """Error text that ends a run with too few hosts; None while more hosts may connect."""
         waits = self.membership.away or math.isinf(self._nobody_since)
         if not self.membership.held or waits or self.ending:
             return None
@@ -282,23 +288,27 @@ class Recovery(Losses):
         )
 
     def _end_stopped(self) -> None:
-        """Kill members that were stopped for too long: the others would wait until their deadline."""
+        """Kill members that were suspended for too long.
+
+        The other members would otherwise wait for them until the deadline.
+        """
         late = self.ranks.stopped_too_long(self.members)
         for number in late if self.ending or len(self.ranks.stopped_now) < len(self.members) else ():
             self._why[number] = self.ranks.kill_hung(number)
 
     def _note_losses(self) -> None:
-        """Leave out ranks that have ended since the last turn, in one generation."""
+        """Begin one generation without all ranks that have ended since the last turn."""
         ranks, remote, membership = self.ranks, self.ranks.remote, self.membership
         hosts = remote.spare() if remote else []
         ended = {rank.number for rank in ranks if rank.code is not None} - self._handled
         lost = {n for n in ended if n not in self.members or ranks.is_away(n) or ranks.was_killed(n)}
         if not lost and not hosts:
             return
-        coming = {number for link, _, _ in hosts for number in self._away.get(link.number, [])}  # not yet started
+        # ranks of lost hosts that have come back, but were not started yet
+        coming = {number for link, _, _ in hosts for number in self._away.get(link.number, [])}
         self._hold_if_too_few()
         again = membership.lost_together(lost | coming, time.monotonic())
-        # first: the other ranks wait in vain until the announcement
+        # announced first, because the other ranks wait for the lost ranks until the announcement
         self._announce()
         for link, numbers, why in hosts:
             assert remote is not None
@@ -320,7 +330,7 @@ class Recovery(Losses):
         for link in self.ranks.remote.returned() if self.ranks.remote else ():
             numbers = self._away.pop(link.number, [])
             self.membership.come_back(set(numbers))
-            # a later coordinator learns it with the event
+            # the event also tells a later coordinator that the host is back
             self.tell("host_back", host=link.name, number=link.number, ranks=numbers)
             self._hold_if_too_few()
             self._start(numbers)
@@ -336,7 +346,7 @@ class Recovery(Losses):
             self._handled.discard(number)
 
     def _replace(self, number: int, *, again: bool) -> None:
-        """Restart a lost rank, unless it is left out."""
+        """Restart a lost rank, or leave the rank out."""
         end = self.ranks.ends()[number]
         code, why = self._cause(end)
         if again:
@@ -352,7 +362,7 @@ class Recovery(Losses):
         self.tell("lost", rank=number, waiting=waiting, **told)
 
     def tell(self, event: str, **details: Any) -> None:
-        """See `Losses`. Losses are noted first, for a later coordinator."""
+        """See `Losses`. The losses so far are recorded first, for a later coordinator."""
         membership = self.membership
         if self.ranks.remote:
             out = membership.left_out.difference(*self._away.values())
@@ -380,12 +390,12 @@ class Recovery(Losses):
             self.ranks.remote.announce(current, newest)
 
     def shrink(self) -> str:
-        """See `Losses`. The last replica or the last host leaves."""
+        """See `Losses`. The part that leaves is the last host that has members, or the last replica."""
         ranks, membership = self.ranks, self.membership
         if self._leaving:
             raise about_to_leave(self._leaving)
         members = set(membership.newest.members)
-        # the last host with members; None if all members are on this host
+        # number of the last host that has members; None if all members are on this host
         host = max((ranks.setting.places[rank].number for rank in members), default=0) or None
         chosen = ranks.on_host(host) if host else membership.replica_of(max(members, default=0))
         hosts = ranks.remote.hosts if ranks.remote else None
@@ -450,7 +460,7 @@ class Recovery(Losses):
 
 
 def most_losses() -> int:
-    """Number of losses in an hour after which a rank is left out."""
+    """Return the number of losses per hour after which a rank is left out."""
     wanted = os.environ.get(LOSSES, str(MOST_LOSSES))
     if not wanted.isdecimal() or int(wanted) < 1:
         raise LaunchError(
@@ -464,20 +474,20 @@ def most_losses() -> int:
 
 
 class Request(msgspec.Struct, frozen=True):
-    """Request for one more (1) or one fewer (-1) replica or host."""
+    """Request to add (1) or remove (-1) one replica or host."""
 
     by: int
 
 
 class Answer(msgspec.Struct, frozen=True):
-    """Reply to a request: a text, or the description of an error."""
+    """Reply to a request: a message, or an error in JSON form."""
 
     text: str = ""
     error: dict[str, Any] = {}
 
 
 def ask(run: Path, by: int, wait_s: float) -> str | None:
-    """Send a request to a run's launcher; return its answer, or None after a time-out.
+    """Send a request to a run's launcher; return the launcher's answer, or None after a timeout.
 
     Raises:
         LaunchError: the launcher refused the request.
@@ -505,7 +515,7 @@ def answer_requests(run: Path, losses: Losses) -> None:
     for path in run.glob(f"{_NAME}*.request"):
         try:
             request = msgspec.json.decode(read_text(path, _LIMIT), type=Request)
-        except (OSError, ValueError):  # the requester has given up, or the file is not a request
+        except (OSError, ValueError):  # the requester has given up and removed the file, or the file is not a request
             with suppress(OSError):
                 path.unlink(missing_ok=True)
             continue
@@ -514,7 +524,7 @@ def answer_requests(run: Path, losses: Losses) -> None:
         except LaunchError as error:
             answer = Answer(error=error.as_json())
         with suppress(OSError):
-            path.unlink()  # before the answer: a requester that has given up gets none
+            path.unlink()  # removed before the answer is written, so that a requester that has given up gets no answer
             write_whole(path.with_suffix(".answer"), msgspec.json.encode(answer))
 
 
@@ -527,12 +537,12 @@ def _done(request: Request, losses: Losses) -> str:
 
 
 def about_to_leave(ranks: set[int]) -> LaunchError:
-    """Error of a second request while ranks leave."""
+    """Return the error of a request that arrives while ranks are still leaving."""
     return LaunchError("scale.still_leaving", "{ranks} are still leaving. Try again in a moment.", ranks=named(ranks))
 
 
 def all_take_part(number: int, what: str) -> LaunchError:
-    """Error of a run that cannot grow."""
+    """Return the error of a run that cannot grow."""
     return LaunchError(
         "scale.all_take_part",
         "all {number} {what} of this run's plan take part or are about to join. To use more, end the run (Ctrl-C "
@@ -543,10 +553,11 @@ def all_take_part(number: int, what: str) -> LaunchError:
 
 
 def cannot_shrink(what: str) -> LaunchError:
-    """Error of a run that has only one part left."""
+    """Return the error of a run that cannot shrink, because only one part is left."""
     return LaunchError(
         "scale.cannot_shrink",
-        "only one {what} takes part, so the run cannot be smaller. Ctrl-C or `paceline cancel` saves and ends the run.",
+        "only one {what} takes part, so the run cannot become smaller. To save and end the run, use "
+        "Ctrl-C or `paceline cancel`.",
         what=what,
     )
 

@@ -1,13 +1,13 @@
-"""Calls of a function on ranks, with a typed request and typed results.
+"""Function calls on ranks, with a typed request and typed results.
 
 All checks, forecasts, trials, calibrations and link measurements on ranks use this module. A rank function is defined
-at the top level of a module, and its annotations are its protocol:
+at the top level of a module. Its annotations define the types of the request and the result:
 
     def square(request: Numbers) -> list[float]: ...
 
-Request and results are passed as JSON files in a private folder and are validated against these types; nothing is
-unpickled. The function's module should import torch inside the function, so that the launcher does not import it.
-`launch` handles deadlines, the error of the first failed rank, and the end of all processes.
+The request and the results are passed as JSON files in a private folder, and are validated against these types. Nothing
+is unpickled. The module should import torch inside the function, so that the launcher does not import torch. `launch`
+enforces deadlines, reports the error of the first failed rank, and ends all processes.
 """
 
 from __future__ import annotations
@@ -57,20 +57,21 @@ def run_on_ranks(
     on_partial: Callable[[R], object] | None = None,
     folder: Path | None = None,
 ) -> list[R]:
-    """Call `function(request)` on a rank in each place; return the results in rank order.
+    """Call `function(request)` on one rank per place; return the results in rank order.
 
     Args:
-        function: at the top level of a module, with the types of its parameter and result annotated.
+        function: function at the top level of a module, with annotated types of its parameter and its result.
         places: places of the ranks; see `on_this_machine` and `places_on`.
         threads, deadline_s, start_deadline_s, collect_s, env: see `Setting`.
-        on_partial: called in this thread with rank 0's newest partial result, also before an error is raised. If it is
-            given, `function` gets a second argument: a function that takes a partial result.
-        folder: private folder, passed as a further argument to `function`. On another host it is an initially empty
-            copy; `fetch` copies a folder of it there. Only one call at a time may use it.
+        on_partial: called in this thread with the newest partial result of rank 0, even if an error is then raised. If
+            given, `function` gets a second argument: a function that accepts a partial result.
+        folder: private folder, passed as a further argument to `function`. On another host, the argument is an
+            initially empty copy, and `fetch` copies a subfolder to that host. Only one call at a time may use the
+            folder.
 
     Raises:
-        LaunchError: a rank raised, hung, was killed, or ended without a result.
-        SystemExit: 130 or 143, if SIGINT or SIGTERM arrived meanwhile.
+        LaunchError: a rank raised an exception, hung, was killed, or ended without a result.
+        SystemExit: with exit code 130 or 143, if SIGINT or SIGTERM arrived during the call.
     """
     signals: list[str] = []
 
@@ -115,10 +116,10 @@ def run_on_plan(
     on_partial: Callable[[R], object] | None = None,
     folder: Path | None = None,
 ) -> list[R]:
-    """Call a function on the ranks of a plan, with the job's deadline; see `run_on_ranks`.
+    """Call a function on the ranks of a plan, with the deadline of the job. See `run_on_ranks`.
 
     Raises:
-        ClusterError: the cluster's hosts cannot be emulated here.
+        ClusterError: the hosts of the cluster cannot be emulated on this machine.
     """
     threads = threads_on(cluster, plan)
     must_agree(job)
@@ -136,10 +137,10 @@ def run_on_plan(
 
 
 def warm_up_for(job: Job, plan: Plan) -> None:
-    """Let the forkserver import the modules that every rank of this job and plan needs."""
+    """Let the forkserver import the modules that every rank needs for this job and plan."""
     modules = []
     if plan.compile != "off" or plan.splits:
-        modules.append(COMPILER)  # it also imports the parts of torch that the splits need
+        modules.append(COMPILER)  # this module also imports the parts of torch that splits need
     if plan.splits:
         modules.append("paceline.engine.split_model")
     if run_rank := sync_info(plan.sync).run_rank:
@@ -150,8 +151,8 @@ def warm_up_for(job: Job, plan: Plan) -> None:
 
 
 def be_rank(arguments: list[str]) -> None:
-    """Call the function, in a rank. The arguments are `FUNCTION FOLDER [partial|folder]`."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # nothing is to be saved
+    """Call the function in this rank. The arguments are `FUNCTION FOLDER [partial|folder]`."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # SIGINT ends the rank, because it has nothing to save
     function, folder = load_object(arguments[0]), Path(arguments[1])
     request_type, result_type = _types(function)
     request = _decoded(request_type, (folder / _REQUEST).read_text())
@@ -186,14 +187,14 @@ def _decoded(kind: TypeAdapter[R], text: str) -> R:
 
 
 class _Partial(Generic[R]):
-    """Newest partial result of rank 0, which is passed on when it changes."""
+    """Reader of rank 0's newest partial result, which passes on every change."""
 
     def __init__(self, file: Path, kind: TypeAdapter[R], on_partial: Callable[[R], object] | None) -> None:
         self.file, self.kind, self.on_partial = file, kind, on_partial
         self._seen: tuple[int, int] | None = None
 
     def look(self) -> None:
-        """Pass on a new partial result, if there is one."""
+        """Pass a new partial result to `on_partial`, if there is one."""
         if self.on_partial is None or not self.file.exists():
             return
         about = os.stat(self.file)

@@ -1,8 +1,9 @@
-"""Start of one command on every host with the system's ssh (`--hosts a,b:2`).
+"""Start of a command on every host, with the system's ssh (`--hosts a,b:2`).
 
-The starter makes a key for the run. It is not a host process: ssh starts the host processes of other machines, and if
-this machine is named, its host process runs beside the starter. Each runs this module, whose `main` runs the command.
-The starter forwards signals to host 0, which coordinates, and ends with host 0's exit code.
+The starter makes a key for the run. The starter is not a host process itself: ssh starts the host processes on other
+machines. If the user names this machine as well, the starter also starts a host process here. Each host process runs
+this module, whose `main` runs the command. The starter forwards signals to host 0, which coordinates, and returns the
+exit code of host 0.
 """
 
 from __future__ import annotations
@@ -43,22 +44,23 @@ from paceline.wire.key import RunKey, key_descriptor
 
 REMOTE_PYTHON = "PACELINE_REMOTE_PYTHON"
 _PROGRAM = "paceline.elastic.ssh"
-# user settings that apply to this machine only
+# user settings that apply only to this machine
 _NOT_SENT = RankEnvironment.names() | {KEY_FD, KEY_FILE, REMOTE_PYTHON, "PACELINE_SSH"}
 _SENT_AS_WELL = ("OMP_NUM_THREADS",)
-_START_S = 60.0  # for ssh, the login and Python
-_DISMISS_S, _LAST_FILES_S = 5.0, 60.0  # for the other hosts to end after host 0 has failed, or is done
-_TERMINATE_S = 3.0  # from the end of its input to SIGKILL, once all had time to save
+_START_S = 60.0  # time for the connection, the login and the start of Python
+# time for the other hosts to end after host 0 has failed; the same after host 0 is done
+_DISMISS_S, _LAST_FILES_S = 5.0, 60.0
+_TERMINATE_S = 3.0  # time from the end of a command's input to SIGKILL, once all hosts had time to save
 _LINE_LIMIT = 2**16
-_SSH_FAILED = 255  # ssh's exit code for failures of its own
+_SSH_FAILED = 255  # exit code of ssh if ssh itself fails
 _TICK_S = 0.2
 
 
 def run_on_hosts(text: str, arguments: Sequence[str]) -> int:
-    """Run `python ARGUMENTS…` on every host of the option's value. Returns the exit code of host 0.
+    """Run `python ARGUMENTS…` on every host of the `--hosts` option; return the exit code of host 0.
 
     Raises:
-        LaunchError: the name of a host is invalid, or a host cannot be reached or cannot start the program.
+        LaunchError: the name of a host is invalid, a host cannot be reached, or a host cannot start the program.
     """
     hosts, key = read_hosts(text), RunKey.make()
     address, port = address_from(coordinator_of(hosts), default_port("ssh", key.fingerprint))
@@ -82,14 +84,15 @@ def run_on_hosts(text: str, arguments: Sequence[str]) -> int:
 
 
 class _HostCommand:
-    """Command on one host; `process` is ssh, or on this machine the program itself."""
+    """Command on one host. `process` is ssh, or the program itself if the host is this machine."""
 
     def __init__(self, host: NamedHost, number: int, order: Order, folder: Path) -> None:
         self.host, self.order = host, order
-        self.log = folder / f"ssh-{number}"  # messages of ssh itself, separate from the output of the host
+        # messages of ssh itself, which are kept separate from the output of the host
+        self.log = folder / f"ssh-{number}"
         self.has_begun = host.is_here
         self._signals_sent, self._lost = 0, False
-        self._errors = b""  # the last of its standard error, until it has begun
+        self._errors = b""  # end of the standard error output, until the command has begun
 
     def __enter__(self) -> _HostCommand:
         here = [sys.executable, "-m", _PROGRAM]
@@ -100,7 +103,7 @@ class _HostCommand:
                 stdin=subprocess.PIPE,
                 stdout=output,
                 stderr=output,
-                start_new_session=True,  # Ctrl-C reaches only the starter, which forwards it once
+                start_new_session=True,  # Ctrl-C then reaches only the starter, which forwards it once
             )
         except FileNotFoundError as error:
             raise no_ssh(error) from error
@@ -119,14 +122,14 @@ class _HostCommand:
                 stream.close()
 
     def send(self, data: bytes) -> None:
-        """Write to its standard input, unless the command has ended."""
+        """Write to the command's standard input, unless the command has ended."""
         with suppress(BrokenPipeError, ValueError):
             assert self.process.stdin is not None
             self.process.stdin.write(data)
             self.process.stdin.flush()
 
     def stop(self) -> None:
-        """Close its standard input, which ends the command; terminate ssh if it is still connecting."""
+        """Close the standard input, which ends the command. If ssh is still connecting, terminate ssh."""
         with suppress(BrokenPipeError):
             assert self.process.stdin is not None
             self.process.stdin.close()
@@ -134,7 +137,7 @@ class _HostCommand:
             self.process.terminate()
 
     def pass_on(self, signals: StopSignals) -> None:
-        """Forward the first signal, and a second Ctrl-C, once each."""
+        """Forward the first signal, and a second Ctrl-C. Each is forwarded only once."""
         wanted = [signals.first.removeprefix("SIG")] if signals.first else []
         wanted += ["INT"] if signals.kill else []
         for name in wanted[self._signals_sent :]:
@@ -150,10 +153,10 @@ class _HostCommand:
         elif is_error:
             self._errors = (self._errors + line)[-_LINE_LIMIT:]
             return True
-        return False  # from the login shell
+        return False  # output of the login shell
 
     def check(self, begun_by: float) -> None:
-        """Raise LaunchError if the command did not begin. Report a connection that was lost later, once."""
+        """Raise LaunchError if the command did not begin. Report once if the connection was lost later."""
         code, output = self.process.poll(), (self.process.stdout, self.process.stderr)
         if not self.has_begun:
             if code is not None and all(stream is None or stream.closed for stream in output):
@@ -161,7 +164,7 @@ class _HostCommand:
             if time.monotonic() > begun_by:
                 raise LaunchError(
                     "ssh.start_timeout",
-                    "ssh was asked to start host {host}, which did not start within {deadline_s:.0f} s",
+                    "ssh did not start paceline on host {host} within {deadline_s:.0f} s",
                     host=self.host.name,
                     deadline_s=_START_S,
                 )
@@ -175,7 +178,8 @@ class _HostCommand:
         if code == _SSH_FAILED:
             return LaunchError(
                 "ssh.unreachable",
-                "host {host} cannot be reached by ssh: {reason}\n`{command}` has to work without a question.",
+                "host {host} cannot be reached by ssh: {reason}\n`{command}` must work without a password or "
+                "another prompt.",
                 host=name,
                 reason=said or "ssh ended with exit code 255",
                 command=shlex.join([*ssh_program(), "-o", "BatchMode=yes", name, "true"]),
@@ -183,8 +187,8 @@ class _HostCommand:
         last = self._errors.decode(errors="replace").strip().rpartition("\n")[2]
         return LaunchError(
             "ssh.not_started",
-            "paceline did not start on host {host} (exit code {code}): {reason}. It must be installed there for "
-            "{python}; {variable} names another Python.",
+            "paceline did not start on host {host} (exit code {code}): {reason}. Install paceline on that "
+            "host for {python}, or set {variable} to another Python.",
             host=name,
             code=code,
             reason=last,
@@ -194,7 +198,7 @@ class _HostCommand:
 
 
 def _watch(started: list[_HostCommand], signals: StopSignals) -> int:
-    """Show the hosts' output until all have ended; return the exit code of host 0."""
+    """Show the output of all hosts until they have ended; return the exit code of host 0."""
     with _Output(started) as output:
         try:
             _until_the_end(started, signals, output)
@@ -209,7 +213,7 @@ def _watch(started: list[_HostCommand], signals: StopSignals) -> int:
 
 
 def _until_the_end(started: list[_HostCommand], signals: StopSignals, output: _Output) -> None:
-    """Wait until all hosts have ended, or their time to do so is over.
+    """Wait until all hosts have ended, or until the time to end after host 0 has passed.
 
     Raises:
         LaunchError: a host did not start.
@@ -257,7 +261,7 @@ class _Output:
         return bool(self._selector.get_map())
 
     def show(self, wait_s: float) -> None:
-        """Forward the output that has arrived, after at most `wait_s`."""
+        """Wait at most `wait_s` seconds for output, and forward the output that has arrived."""
         for key, _ in self._selector.select(wait_s) if self.is_open else ():
             command, stream, to = key.data
             data = os.read(key.fd, _LINE_LIMIT)
@@ -282,13 +286,16 @@ def _remote_python() -> str:
 
 
 def _remote_command() -> str:
-    """Command line for the remote login shell. It contains no secret: order and key are sent on standard input."""
+    """Return the command line for the remote login shell.
+
+    It contains no secrets, because the order and the key are sent on standard input.
+    """
     path = os.pathsep.join(map(os.path.abspath, filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))))
     environment = ["env", f"PYTHONPATH={path}"] if path else []
     return shlex.join(["exec", *environment, _remote_python(), "-m", _PROGRAM])
 
 
-# No name may begin with "-": ssh would parse it as an option.
+# No name may begin with "-", because ssh would parse such a name as an option.
 _ENTRY = re.compile(
     r"(?P<name>(?:[A-Za-z0-9_][\w.-]*@)?(?:[A-Za-z0-9_][\w.-]*|\[[0-9A-Fa-f:.]+\]))(?::(?P<devices>\d{1,6}))?"
 )
@@ -296,11 +303,11 @@ _ENTRY = re.compile(
 
 @dataclass(frozen=True)
 class NamedHost:
-    """Host as named by the user.
+    """Host in the user's list of hosts.
 
     Attributes:
-        name: name for ssh, optionally with a user.
-        devices: number of devices to use there; None for all.
+        name: name of the host for ssh, optionally with a user name.
+        devices: number of devices to use on the host; None uses all devices.
     """
 
     name: str
@@ -308,13 +315,13 @@ class NamedHost:
 
     @property
     def is_here(self) -> bool:
-        """True if the name is that of this machine, which needs no ssh."""
+        """True if the name belongs to this machine, which needs no ssh."""
         own = socket.gethostname()
         return self.name in {"localhost", "127.0.0.1", own, own.partition(".")[0]}
 
 
 def read_hosts(text: str) -> list[NamedHost]:
-    """Parse the option's value: a list of hosts, or the path of a file.
+    """Parse the value of `--hosts`, which is a list of hosts or the path of a file.
 
     Raises:
         LaunchError: an entry is not a host, a host is named twice, there are no hosts, or the file cannot be read.
@@ -353,7 +360,7 @@ def _lines(path: Path) -> list[str]:
     if not (hosts := [line for line in lines if line]):
         raise LaunchError(
             "ssh.no_hosts",
-            "{path} contains no host. Write one host on each line, as in b or b:2 (two of its devices).",
+            "{path} contains no host. Write one host on each line, for example b, or b:2 to use two of its devices.",
             path=path,
         )
     return hosts
@@ -373,9 +380,9 @@ def _host(entry: str, where: str) -> NamedHost:
     return NamedHost(found["name"], devices)
 
 
-STARTED = b"paceline: host process started\n"  # first line on standard output, after any output of the login shell
+STARTED = b"paceline: host process started\n"  # line on standard output that ends the output of the login shell
 SIGNALS = {b"INT": signal.SIGINT, b"TERM": signal.SIGTERM}
-SAVE_S = 30.0  # from SIGTERM to SIGKILL
+SAVE_S = 30.0  # seconds from SIGTERM to SIGKILL
 _ORDER_LIMIT, _ORDER_S = 2**20, 60.0
 _PR_SET_PDEATHSIG = 1
 
@@ -385,10 +392,10 @@ class Order(msgspec.Struct):
 
     Attributes:
         arguments: arguments of Python.
-        environment: variables added to the host's environment.
+        environment: variables to add to the host's environment.
         key: the run's key, as PEM.
-        announce: print `STARTED`, and forward the command's output; otherwise the command inherits this program's
-            output.
+        announce: True to print `STARTED` and forward the output of the command. If False, the command inherits the
+            output of this program.
     """
 
     arguments: list[str]
@@ -399,7 +406,7 @@ class Order(msgspec.Struct):
 
 
 def main() -> int:
-    """Run the command of the order on standard input, and return its exit code."""
+    """Read an order from standard input, run its command, and return the exit code."""
     try:
         order, rest = _read_order()
         key = key_descriptor(RunKey.from_pem(order.key.encode()))
@@ -415,7 +422,7 @@ def main() -> int:
 
 
 def _read_order() -> tuple[Order, bytes]:
-    """Read the first line of standard input, and any data after it."""
+    """Read the order from the first line of standard input; return it with any data that follows."""
     data, until = b"", time.monotonic() + _ORDER_S
     while b"\n" not in data:
         if not select.select([0], [], [], max(0.0, until - time.monotonic()))[0]:
@@ -471,7 +478,7 @@ def _end_with_parent() -> None:
 
 
 def _obey_input(process: subprocess.Popen[bytes], data: bytes) -> int:
-    """Forward signals until the command ends. Return its exit code, negative for a signal."""
+    """Forward signals until the command ends; return its exit code, negative for a signal."""
     for number in SIGNALS.values():
         signal.signal(number, lambda number, _: process.send_signal(number))
     ended, kill_at, signals = os.pidfd_open(process.pid), float("inf"), [0]
@@ -501,7 +508,7 @@ def _obey_input(process: subprocess.Popen[bytes], data: bytes) -> int:
 
 
 def _pass_on(output: dict[int, int], ready: list[int]) -> None:
-    """Forward the command's output. Errors of a lost connection are ignored."""
+    """Forward the output of the command, and ignore errors of a lost connection."""
     for descriptor in output.keys() & set(ready):
         if not (data := os.read(descriptor, 2**16)):
             del output[descriptor]
@@ -519,41 +526,41 @@ _OPTIONS = (
     *("-o", "ClearAllForwardings=yes"),
     *("-o", "ForwardAgent=no"),
     *("-o", "ForwardX11=no"),
-    *("-o", "ControlPath=none"),  # a separate connection, which ends with this process
+    *("-o", "ControlPath=none"),  # do not share an existing connection, which could outlive this process
 )
 _ANSWER_S = 15.0
 
 
 def ssh() -> list[str]:
-    """Command line of ssh, without the host."""
+    """Return the command line of ssh, without the host."""
     return [*ssh_program(), *_OPTIONS]
 
 
 def ssh_program() -> list[str]:
-    """Program and its first arguments; PACELINE_SSH replaces `ssh`."""
+    """Return the ssh program and its first arguments. PACELINE_SSH replaces `ssh`."""
     return shlex.split(os.environ.get("PACELINE_SSH") or "ssh")
 
 
 def coordinator_of(hosts: Sequence[NamedHost]) -> str:
-    """Find an address of host 0 that the other hosts can reach.
+    """Return an address of host 0 that the other hosts can reach.
 
     Raises:
         LaunchError: the address cannot be determined.
     """
     if os.environ.get(COORDINATOR) or len(hosts) == 1:
-        return "localhost"  # the variable has precedence; one host needs no address
+        return "localhost"  # a user's setting takes precedence, and a single host needs no address
     if not hosts[0].is_here:
         return host_name(hosts[0].name)
     other = host_name(hosts[1].name)
     try:
         with socket.socket(_family(other), socket.SOCK_DGRAM) as asked:
-            asked.connect((other, 9))  # nothing is sent: the kernel reports the source address that it would use
+            asked.connect((other, 9))  # this sends nothing: the kernel only chooses the source address
             return str(asked.getsockname()[0])
     except OSError as error:
         raise LaunchError(
             "ssh.own_address_unknown",
-            "this machine is host 0, but its address for {host} ({other}) cannot be determined: {reason}. Set "
-            "{variable}=ADDRESS.",
+            "this machine is host 0, but the address at which {host} ({other}) reaches this machine cannot "
+            "be determined: {reason}. Set {variable}=ADDRESS.",
             host=hosts[1].name,
             other=other,
             reason=error.strerror or error,
@@ -562,7 +569,7 @@ def coordinator_of(hosts: Sequence[NamedHost]) -> str:
 
 
 def host_name(name: str) -> str:
-    """Name or address that ssh connects to for a host, according to its configuration."""
+    """Return the name or address to which ssh connects for a host, according to the ssh configuration."""
     try:
         done = subprocess.run(
             [*ssh(), "-G", "--", name], capture_output=True, text=True, timeout=_ANSWER_S, stdin=subprocess.DEVNULL
@@ -586,7 +593,7 @@ def host_name(name: str) -> str:
 
 
 def no_ssh(error: FileNotFoundError) -> LaunchError:
-    """Error of a machine without ssh."""
+    """Return the error of a machine without ssh."""
     return LaunchError(
         "ssh.not_installed",
         "--hosts needs the program {program}, which is not installed (package openssh-client).",

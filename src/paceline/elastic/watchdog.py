@@ -1,7 +1,8 @@
 """Watchdog: detection of hung ranks from the status board.
 
-The watchdog has no clock of its own. A computing rank keeps the others waiting while they are in `sync` of its step. If
-ranks are replaced, the limit for this wait is derived from the run's own steps.
+Callers pass the current time to the watchdog. A computing rank keeps other ranks waiting while these are in phase
+`sync` of the same step. If ranks are replaced, the limit of this wait is derived from the duration of earlier steps of
+the run.
 """
 
 from __future__ import annotations
@@ -12,13 +13,14 @@ from dataclasses import dataclass, field
 
 from paceline.wire.status import RankStatus
 
-LEAST_S, FACTOR = 10.0, 20.0  # limit of computing that others wait for, as a multiple of the slowest recent step
-FIRST_STEPS = 5  # first steps of a process, which may take longer
-FIRST_DEADLINES = 4.0  # limit of computing that no rank waits for, before the first step has ended
-# Idle time beyond this between two polls is attributed to the machine, which slept or swapped.
+# limit of computing while other ranks wait: minimum in seconds, and multiple of the slowest recent step
+LEAST_S, FACTOR = 10.0, 20.0
+FIRST_STEPS = 5  # number of first steps of a process, which may take longer
+FIRST_DEADLINES = 4.0  # limit of computing in the first step while no rank waits, as a multiple of the deadline
+# If more idle time passes between two polls, the excess is attributed to the machine, which slept or swapped.
 LOOK_S = 1.0
 _LOOKS = 600  # number of steps that count as recent
-_OWN_ERROR_S = 5.0  # beyond the deadline, so that the more specific error of the transport comes first
+_OWN_ERROR_S = 5.0  # seconds after the deadline, so that the more specific error of the transport is raised first
 _IN_STEP = ("data", "compute", "sync", "optimizer")
 
 
@@ -27,13 +29,13 @@ class _Seen:
     """Observed history of one process.
 
     Attributes:
-        last: newest step.
+        last: number of the newest step.
         steps: number of steps since the process was first seen.
-        step_s: time of the current step so far, without evaluations and checkpoints.
+        step_s: duration of the current step so far, without evaluations and checkpoints.
         doing: step and phase at the last poll.
-        idle_s: time since the last mark, at the last poll.
-        still_s: idle time without the machine's own pauses.
-        waited_s: part of the idle time in which others waited for it.
+        idle_s: time from the last mark to the last poll.
+        still_s: idle time without pauses of the machine.
+        waited_s: part of the idle time in which other ranks waited for this process.
     """
 
     pid: int
@@ -52,9 +54,10 @@ class Watchdog:
     """Detector of hung ranks.
 
     Args:
-        deadline_s: longest time that a rank may keep others waiting, or be idle outside computing.
-        start_deadline_s: longest time for a start.
-        follows_steps: ranks are replaced and compile nothing, so that computing has a separate limit.
+        deadline_s: longest time that a rank may stay in one phase without progress.
+        start_deadline_s: longest time that a rank may take to start.
+        follows_steps: True to derive the limits of computing from earlier steps. Ranks must be replaceable, and must
+            not compile code.
     """
 
     deadline_s: float
@@ -63,17 +66,17 @@ class Watchdog:
     _ranks: dict[int, _Seen] = field(default_factory=dict)
     _step_s: deque[float] = field(default_factory=lambda: deque(maxlen=_LOOKS))
     _looked_s: float | None = None
-    _suspect: int = -1  # step in which a rank was assumed to hang; the step may just be slow
+    _suspect: int = -1  # step in which a rank was assumed to hang, although the step may only be slow
 
     def look(
         self, alive: Sequence[RankStatus], idle_s: Mapping[int, float], now_s: float, paging: Set[int] = frozenset()
     ) -> list[RankStatus]:
-        """Return the hung ranks; all ranks if they only wait for one another.
+        """Return the hung ranks, or all ranks if they only wait for one another.
 
         Args:
             alive: ranks that take part.
-            idle_s: idle time of each rank, if known.
-            paging: slow ranks that wait for a disk or for memory.
+            idle_s: idle time of each rank in seconds.
+            paging: ranks that are slow because they wait for a disk or for memory.
         """
         passed_s = 0.0 if self._looked_s is None else min(now_s - self._looked_s, LOOK_S)
         self._looked_s = now_s
@@ -96,9 +99,9 @@ class Watchdog:
             doing = status.step, status.phase
             return _Seen(status.pid, status.generation, status.step, doing, idle_s, idle_s)
         if seen.generation != status.generation:
-            # until its next step it meets others and receives their state, and its slot may show old values
+            # until the next step, the rank meets other ranks and receives their state, and its slot may show old values
             seen.generation, seen.steps, seen.waited_s = status.generation, min(seen.steps, FIRST_STEPS - 1), 0.0
-            seen.step_s = float("-inf")  # this time does not belong to a step
+            seen.step_s = float("-inf")  # the time until then does not belong to a step
         return seen
 
     def _note_steps(self, alive: Sequence[RankStatus], passed_s: float) -> None:
@@ -115,7 +118,7 @@ class Watchdog:
 
     def _note_wait(self, status: RankStatus, alive: Sequence[RankStatus], idle_s: float, *, paging: bool) -> None:
         seen, doing = self._ranks[status.rank], (status.step, status.phase)
-        # behind a cut link it does not grow; it shrinks if a message from another host was late
+        # behind a cut link the idle time does not grow, and after a late message from another host it shrinks
         more_s, seen.idle_s = min(max(idle_s - seen.idle_s, 0.0), LOOK_S), idle_s
         if doing != seen.doing:
             seen.doing, seen.still_s, seen.waited_s = doing, idle_s, 0.0

@@ -123,8 +123,8 @@ def test_different_versions_are_refused_and_both_named(place: HostPlace, package
     ("changes", "told"),
     [
         ({"clock_s": 0.0}, "s behind the clock of host 0 (a)"),
-        ({"count": 3}, "as one of 3 hosts, but host 0 (a) as one of 2"),
-        ({"number": 2}, "host b (number 2) does not exist"),
+        ({"count": 3}, "as one of 3 hosts, but host 0 (a) was started as one of 2"),
+        ({"number": 2}, "host b (number 2) has an invalid number"),
         ({"identity": "another machine"}, "where no other host can reach it"),  # its address is a loopback one
     ],
 )

@@ -101,7 +101,7 @@ def test_a_host_that_was_lost_is_taken_in_under_its_name(place: HostPlace, meeti
         ({"versions": {**gather.versions(), "torch": "1.0"}}, "has torch 1.0"),
         ({"name": "c"}, "host c has come as number 1, which is that of b"),
         ({"clock_s": 0.0}, "behind"),
-        ({"number": 2}, "does not exist"),
+        ({"number": 2}, "has an invalid number"),
         ({"run_name": "run 8"}, "two runs use port"),
         ({"host": '{"name": "b", "cores": 1, "memory_bytes": 1}'}, "has come back with 1 of its 2 devices"),
     ],

@@ -155,7 +155,7 @@ def test_a_host_whose_connection_is_lost_ends_and_is_named(ssh: str, tmp_path: P
         (
             STRANGER,
             {},
-            ("host stranger cannot be reached by ssh", "Host key verification failed", "stranger true` has to work"),
+            ("host stranger cannot be reached by ssh", "Host key verification failed", "stranger true` must work"),
         ),
         (
             "b",

@@ -250,7 +250,7 @@ def test_workers_leave_and_come_back_while_the_others_go_on(
         wait_for_step(5, run, process)
         assert paceline("scale", run, "-1", folder=tmp_path).says(f"{who} will leave after this piece")
         wait_for_events(run, "scaled", 1, process)
-        assert "cannot be smaller" in paceline("scale", run, "-1", folder=tmp_path).error
+        assert "cannot become smaller" in paceline("scale", run, "-1", folder=tmp_path).error
         wait_for_step(max(losses(run)) + 5, run, process)
         assert paceline("scale", run, "+1", folder=tmp_path).says(f"{who} will take pieces as soon as started")
         assert "all 2 workers" in paceline("scale", run, "+1", folder=tmp_path).error

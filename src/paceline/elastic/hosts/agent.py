@@ -1,4 +1,4 @@
-"""Agent of a host: it follows the coordinator's orders until dismissed."""
+"""Agent of a host, which follows the coordinator's orders until it is dismissed."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ from paceline.wire.key import key_descriptor, own_key
 from paceline.wire.listener import Listener
 from paceline.wire.status import Generation, StatusBoard
 
-_TICK_S, _MEETING_S = 0.2, 0.02  # between two polls; while ranks are entering a generation
-_SAVE_S = 30.0  # for ranks to save and end when the coordinator is lost
+_TICK_S, _MEETING_S = 0.2, 0.02  # seconds between two polls, normally and while ranks are entering a generation
+_SAVE_S = 30.0  # time for ranks to save a checkpoint and end after the coordinator is lost
 
 
 class Coordinator(Peer):
@@ -38,13 +38,13 @@ class Coordinator(Peer):
 
     Attributes:
         name: name of host 0.
-        run_name: name that the run's engine gives it.
-        standby: address where the other hosts would meet this host if it became the coordinator.
-        probes: listener that answers other hosts' probes, until ranks are prepared.
-        succession: hosts of a run that can continue without host 0; None if it cannot.
-        told_at: time at which host 0 sent the succession, by the monotonic clock.
-        released: the user has removed this host from the run.
-        attempt: the ranks on this host that may continue after host 0 is lost.
+        run_name: name of the run in the launch engine.
+        standby: listener where other hosts connect if this host becomes the coordinator.
+        probes: listener that answers probes of other hosts until ranks are prepared.
+        succession: hosts with which the run can continue without host 0; None if the run cannot.
+        told_at: time at which the succession arrived, by the monotonic clock.
+        released: True if the user has removed this host from the run.
+        attempt: ranks on this host that may continue after the loss of host 0.
     """
 
     def __init__(
@@ -69,11 +69,11 @@ class Coordinator(Peer):
 
     @property
     def address(self) -> str:
-        """Address at which this host reaches host 0."""
+        """Address at which this host can reach host 0."""
         return self.connection.peer.rpartition(":")[0]
 
     def direct_others(self) -> None:
-        """Send the address of host 0 to hosts that connect to this host instead."""
+        """Send the address of host 0 to hosts that connect to this host by mistake."""
         if self.standby is not None and self.succession is not None:
             first, names = self.succession.hosts[0], [host.name for host in self.succession.hosts]
             self.standby.direct(messages.Elsewhere(self.run_name, first.address, first.port, names))
@@ -85,7 +85,7 @@ class Coordinator(Peer):
             self.probes = None
 
     def close(self) -> None:
-        """Close the connection to host 0, and end its ranks on this host."""
+        """Close the connection to host 0, and end the ranks on this host."""
         self.end_probes()
         self.connection.close()
         if self.attempt is not None:
@@ -95,7 +95,7 @@ class Coordinator(Peer):
 
 
 def run_agent(coordinator: Coordinator, who: str) -> int:
-    """Follow orders until the coordinator dismisses this host. Return the exit code of host 0's command."""
+    """Follow orders until the coordinator dismisses this host; return the exit code of host 0's command."""
     attempt = coordinator.attempt
     with StopSignals() as signals:
         told = False
@@ -147,16 +147,17 @@ def run_agent(coordinator: Coordinator, who: str) -> int:
 
 
 def _may_go_on(coordinator: Coordinator, attempt: AgentAttempt | None, signals: StopSignals) -> bool:
-    """True if the ranks here may continue without the coordinator."""
+    """Return True if the ranks on this host may continue without the coordinator."""
     is_alone = coordinator.lost is not None and coordinator.succession is not None and signals.first is None
     return is_alone and attempt is not None and attempt.recovers_alone and attempt.copy is None
 
 
 def _may_save(coordinator: Coordinator, attempt: AgentAttempt) -> bool:
-    """True if the ranks here can save a checkpoint without the coordinator.
+    """Return True if the ranks on this host can save a checkpoint without the coordinator.
 
-    Ranks that may wait for a new coordinator cannot save: they take no step without the ranks of host 0, which have
-    ended. Ranks behind a cut network cannot save either, because after SIGTERM they would only wait for the others.
+    Ranks that may wait for a new coordinator cannot save, because they cannot finish a step without the ranks of host
+    0, which have ended. Ranks behind a cut network cannot save either, because after SIGTERM they would only wait for
+    the other ranks.
     """
     waits = attempt.recovers_alone and coordinator.succession is not None
     return not waits and not coordinator.silent
@@ -184,9 +185,9 @@ def _say(text: str) -> None:
     print(f"paceline: {text}", file=sys.stderr, flush=True)
 
 
-_ROWS_S = 0.25  # between two status messages
-_SENDING_S = 0.1  # longest time per turn for sending files, which delays messages and losses
-_IDLE_S = 5.0  # idle ranks wait this long before they are assumed to wait for ranks of a lost host
+_ROWS_S = 0.25  # seconds between two status messages
+_SENDING_S = 0.1  # longest time per turn for sending files, because this delays messages and reports of losses
+_IDLE_S = 5.0  # ranks that are idle for longer are assumed to wait for ranks of a lost host
 
 
 class AgentAttempt:
@@ -195,11 +196,11 @@ class AgentAttempt:
     def __init__(self, begin: messages.Begin, coordinator: Coordinator) -> None:
         self.begin, self.coordinator = begin, coordinator
         self.ranks: list[StartedRank] = []
-        self._told: dict[Path, int] = {}  # length of each record and stack that was sent
+        self._told: dict[Path, int] = {}  # length of each error record and stack file that was sent
         self._ended: set[int] = set()
         self._oom_kills = oom_kills()
         self._rows_at, self._newest = 0.0, 0
-        self._shown: list[tuple[int, bool]] = []  # generation of each rank, and True if it waits to join
+        self._shown: list[tuple[int, bool]] = []  # generation of each rank, and whether the rank waits to join
         self._asked: set[str] = set()
         self._made = ExitStack()
         self.scratch = self._made.enter_context(scratch_folder())
@@ -219,7 +220,7 @@ class AgentAttempt:
 
     @property
     def recovers_alone(self) -> bool:
-        """True if the ranks here may continue when the coordinator's host is lost."""
+        """True if the ranks on this host may continue after the loss of the coordinator's host."""
         return self.begin.spares(self.coordinator.name)
 
     @property
@@ -229,12 +230,12 @@ class AgentAttempt:
 
     @property
     def meets(self) -> bool:
-        """True while ranks here are entering a generation."""
+        """True while ranks on this host are entering a generation."""
         board = self.board.read()
         return any(rank.code is None and board[rank.number].generation != self._newest for rank in self.ranks)
 
     def held(self) -> messages.Held:
-        """Return the living ranks, for another coordinator. The ends of the other ranks are not reported again."""
+        """Return the running ranks for a new coordinator. The ends of all other ranks are not reported again."""
         board = self.board.read()
         for rank in self.ranks:
             if rank.code is None and rank.has_ended:
@@ -247,12 +248,12 @@ class AgentAttempt:
         return messages.Held(self.begin.attempt, newest, ranks)
 
     def keep(self) -> None:
-        """Interrupt the ranks' step, and let them wait for another coordinator's generation."""
+        """Interrupt the step of the ranks, and let the ranks wait for a generation of a new coordinator."""
         number = max(self.board.current_generation, self.board.wanted_generation) + 1
         self.announce(messages.Announce(number, [], number, []))
 
     def descriptors(self) -> list[int]:
-        """Descriptors that become readable when a rank ends."""
+        """Return the descriptors that become readable when a rank ends."""
         return [rank.pidfd for rank in self.ranks if rank.code is None]
 
     def obey(self, message: Any) -> bool:
@@ -282,14 +283,14 @@ class AgentAttempt:
         return False
 
     def turn(self) -> None:
-        """Collect the ends of ranks, and report what is new."""
+        """Record ranks that have ended, and send all news to the coordinator."""
         self._tell_rows()
         self._tell_texts()
         self._ask()
         ended = [rank for rank in self.ranks if rank.code is None and rank.has_ended]
         for rank in ended:
             rank.note_end()
-            if rank.code and rank.code < 0:  # report at once: other hosts wait for it
+            if rank.code and rank.code < 0:  # reported immediately, because other hosts wait for this report
                 self._tell_end(rank)
         untold = [rank for rank in ended if rank.number not in self._ended]
         self._send_parts(time.monotonic() + (math.inf if untold else _SENDING_S))
@@ -297,7 +298,10 @@ class AgentAttempt:
             self._tell_end(rank)
 
     def stop(self, save_s: float) -> None:
-        """End the running ranks: SIGTERM and the time to save, if any, then SIGKILL."""
+        """End the running ranks with SIGKILL.
+
+        If `save_s` is positive, the ranks first receive SIGTERM and get this many seconds to save a checkpoint.
+        """
         for rank in self.ranks if save_s else ():
             rank.signal(signal.SIGTERM)
         until = time.monotonic() + save_s
@@ -311,18 +315,18 @@ class AgentAttempt:
             self._tell_end(rank)
 
     def _may_save(self) -> bool:
-        """True while a living rank makes progress or writes a checkpoint."""
+        """Return True while a running rank makes progress or writes a checkpoint."""
         now_ns, board = time.monotonic_ns(), self.board.read()
         living = [board[rank.number] for rank in self.ranks if not rank.has_ended]
         return any(status.phase == "checkpoint" or status.idle_s(now_ns) < _IDLE_S for status in living)
 
     def end(self) -> None:
-        """Kill the ranks, and remove the attempt's files here."""
+        """Kill the ranks, and remove the attempt's files on this host."""
         self.stop(0.0)
         self.close()
 
     def close(self) -> None:
-        """Remove the attempt's files here."""
+        """Remove the attempt's files on this host."""
         self.ranks.clear()
         self._made.close()
 
@@ -358,7 +362,7 @@ class AgentAttempt:
                 key_fd=self._key_fd,
                 store_fd=None,
                 inherited_fds=(),
-                # the other hosts continue without this one, but after SIGTERM its ranks would ask them to stop
+                # the other hosts continue without this host, but after SIGTERM its ranks would ask them to stop
                 grace_s=0 if self.begin.spares_hosts else told.grace_s,
             )
             rank = self.starter.start(environment, None)
@@ -382,7 +386,7 @@ class AgentAttempt:
             self.board.put(number, 0, "starting", 0, time.monotonic_ns(), generation=-1)
 
     def announce(self, message: messages.Announce) -> None:
-        """Announce the run's generations to the ranks here."""
+        """Announce the run's generations to the ranks on this host."""
         if message.store:
             write_whole(store_file(self.scratch), message.store)
         current = Generation(message.current, tuple(message.members))
@@ -396,7 +400,7 @@ class AgentAttempt:
 
     def _tell_rows(self, *, at_once: bool = False) -> None:
         board = self.board.read()
-        # changes that begin or complete a generation are sent at once
+        # changes that begin or complete a generation are sent immediately
         shown = [(board[r.number].generation, board[r.number].phase == "joining") for r in self.ranks]
         if not at_once and time.monotonic() - self._rows_at < _ROWS_S and shown == self._shown:
             return
@@ -425,7 +429,7 @@ class AgentAttempt:
 
     def _tell_end(self, rank: StartedRank) -> None:
         if rank.number not in self._ended and rank.code is not None:
-            self._tell_rows(at_once=True)  # the rank's last status
+            self._tell_rows(at_once=True)  # sends the last status of the rank
             self._tell_texts()
             self._ended.add(rank.number)
             kills = oom_kills()
@@ -441,7 +445,7 @@ class AgentAttempt:
                 self.coordinator.send(messages.Fetch(name))
 
     def _send_parts(self, until: float) -> None:
-        """Send chunks of new files until a time of the monotonic clock; infinity sends all."""
+        """Send chunks of new files until the monotonic clock reaches `until`. Infinity sends all chunks."""
         if self.copy is None:
             return
         self._parts = self._parts or self.copy.parts()
@@ -450,5 +454,5 @@ class AgentAttempt:
             if time.monotonic() > until:
                 return
         self._parts = None
-        for part in self.copy.parts() if until == math.inf else ():  # files written since the listing
+        for part in self.copy.parts() if until == math.inf else ():  # files that were written after the first listing
             self.coordinator.send(part)

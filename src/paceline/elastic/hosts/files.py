@@ -1,4 +1,4 @@
-"""Transfer of files between hosts without a shared disk, and digests that compare hosts."""
+"""File transfer between hosts without a shared disk, and digests to compare the files of hosts."""
 
 from __future__ import annotations
 
@@ -26,25 +26,28 @@ _ARRIVING = ".arriving"
 class WrittenFiles:
     """Files that ranks write to a host's private copy of the attempt's folder.
 
-    Each file is sent once it is complete. A rank's shard of a checkpoint is sent once its receipt exists, followed by
-    the receipt; then both are deleted here.
+    Each file is sent once it is complete. A rank's shard of a checkpoint is sent when the receipt for the shard exists.
+    The receipt follows, and both files are then deleted on this host.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._theirs: set[Path] = set()
         self._sent: dict[Path, tuple[int, int]] = {}  # size and modification time
-        self._lines: dict[Path, int] = {}  # bytes sent
+        self._lines: dict[Path, int] = {}  # number of bytes that were sent
 
     def receive(self, part: Put) -> None:
-        """Write a chunk of the coordinator's file, which is never sent back. Raise as `receive` does."""
+        """Write a chunk of a file from the coordinator. Such a file is never sent back.
+
+        Raises the errors of the module's function `receive`.
+        """
         self._theirs.add(place_in(self.folder, part.path))
         receive(part, self.folder)
 
     def parts(self) -> Iterator[Put]:
-        """Yield the new files and lines since the last call, in chunks."""
+        """Yield, in chunks, the files and lines that are new since the last call."""
         for path in sorted(self._files(), key=lambda path: path.suffix != ".jsonl"):
-            with suppress(FileNotFoundError):  # a rank has removed it
+            with suppress(FileNotFoundError):  # a rank has removed the file
                 yield from self._parts_of(path)
 
     def _parts_of(self, path: Path) -> Iterator[Put]:
@@ -80,7 +83,7 @@ class WrittenFiles:
 
 
 def parts_of(path: Path, folder: Path) -> Iterator[Put]:
-    """Yield a file as messages, with its name relative to `folder`."""
+    """Yield a file as messages, with its path relative to `folder`."""
     name = str(path.relative_to(folder))
     with path.open("rb") as file:
         data, offset = file.read(CHUNK_BYTES), 0
@@ -93,13 +96,13 @@ def parts_of(path: Path, folder: Path) -> Iterator[Put]:
 
 
 def receive(part: Put, folder: Path) -> None:
-    """Write a chunk to its file.
+    """Write a received chunk to its file.
 
-    A shard grows under its final name, so that rank 0 sees its progress. Any other file gets its name once it is
-    complete.
+    A shard is written under its final name, so that rank 0 sees the progress. Any other file gets its final name once
+    it is complete.
 
     Raises:
-        LaunchError: the path lies outside the folder, or cannot be written.
+        LaunchError: the path lies outside the folder, or the file cannot be written.
     """
     path = place_in(folder, part.path)
     try:
@@ -132,7 +135,7 @@ def _write(part: Put, path: Path) -> None:
 
 
 def place_in(folder: Path, name: str) -> Path:
-    """Return the local path of a file that another host names.
+    """Return the local path for a file name that another host has sent.
 
     Raises:
         LaunchError: the name is not a plain relative path, or lies outside the folder.
@@ -142,14 +145,14 @@ def place_in(folder: Path, name: str) -> Path:
     if not parts or name.startswith("/") or ".." in parts or "\0" in name or not _inside(path.parent, folder):
         raise LaunchError(
             "hosts.file_outside_run",
-            "a host sent the file name {name!r:.200}, which is outside of the run's folder",
+            "another host sent the file name {name!r:.200}, which lies outside the run's folder",
             name=name,
         )
     return path
 
 
 def shard_of(receipt: str) -> str:
-    """Return the name of the file that a receipt belongs to."""
+    """Return the name of the shard that belongs to a receipt."""
     return receipt.removesuffix(_RECEIPT) + _SHARD
 
 
@@ -166,19 +169,20 @@ def _about(path: Path) -> tuple[int, int]:
     return about.st_size, about.st_mtime_ns
 
 
-WANTED = ".wanted"  # folder in the copy; the name of a file there is that of a requested folder, with | for /
+# folder in the copy that contains an empty file per requested folder, named like this folder with | for /
+WANTED = ".wanted"
 _LOOK_EVERY_S = 0.02
 
 
 def fetch(wanted: Path, copy: Path, deadline_s: float) -> None:
-    """Copy a folder from host 0 to this host.
+    """Copy a folder from host 0 to this host, if the hosts share no disk.
 
     Args:
-        wanted: the folder, in `copy`.
-        deadline_s: longest time without new data.
+        wanted: path of the requested folder within `copy`.
+        deadline_s: longest time in seconds without new data.
 
     Raises:
-        CheckpointError: nothing arrived in time.
+        CheckpointError: no new data arrived within the deadline.
     """
     if os.environ.get(FOLDER_IS_COPY) != "1":
         return
@@ -204,12 +208,13 @@ def _size(folder: Path) -> int:
 
 
 _NOT_DATA = {"__pycache__", "site-packages", "dist-packages"}
-_END_BYTES = 2**20  # bytes read at both ends of a file
-_FILES_READ = 64  # files of a folder that are read; only the names of the others are compared
+_END_BYTES = 2**20  # number of bytes that are read at each end of a file
+# approximate number of files in a folder whose content is read; only the names of all other files are compared
+_FILES_READ = 64
 
 
 def differences(look: Look, link: Link, answer: Looked) -> list[str]:
-    """Describe the modules and files of a host that differ from those of this host."""
+    """Describe the modules and files of another host that differ from the copies on this host."""
     found = []
     for name, digest in digests(look).items():
         if digest and digest != (theirs := answer.digests.get(name, "")):
@@ -233,7 +238,7 @@ def digests(look: Look) -> dict[str, str]:
 
 
 def _file_of(module: str) -> Path | None:
-    """Find the source of a module without importing it."""
+    """Find the source file of a module without importing the module."""
     first, *rest = module.split(".")
     spec = PathFinder.find_spec(first, [str(Path.cwd()), *sys.path])
     if spec is None:
@@ -244,7 +249,7 @@ def _file_of(module: str) -> Path | None:
 
 
 def _digest(path: Path, suffixes: tuple[str, ...]) -> str:
-    """Compute a digest of a file's size and ends, or of a folder's content."""
+    """Compute a digest of the size and both ends of a file, or of the content of a folder."""
     if not path.is_dir():
         return _of_file(path)
     names = sorted(_below(path, suffixes))
@@ -256,7 +261,7 @@ def _digest(path: Path, suffixes: tuple[str, ...]) -> str:
 
 
 def _below(folder: Path, suffixes: tuple[str, ...]) -> Iterator[str]:
-    """List the visible files below a folder, relative to it."""
+    """List the files below a folder that are not hidden, as paths relative to the folder."""
     for place, folders, names in os.walk(folder):
         folders[:] = [name for name in folders if not name.startswith(".") and name not in _NOT_DATA]
         for name in names:

@@ -1,4 +1,4 @@
-"""Meeting of a run's host processes: host 0 listens, the others connect.
+"""Gathering of a run's host processes: host 0 listens, and all other hosts connect to it.
 
 Incompatible hosts are refused before anything starts.
 """
@@ -43,14 +43,14 @@ from paceline.wire.key import RunKey
 from paceline.wire.listener import Listener
 
 _TELL_S, MESSAGE_S = 10.0, 20.0
-_FEW_S = 10.0  # time from the start in which more hosts than the minimum may join
-EMULATED = "emulate"  # engine of the host processes of emulated hosts
+_FEW_S = 10.0  # seconds that host 0 waits for more hosts than the minimum
+EMULATED = "emulate"  # name of the engine for host processes of emulated hosts
 _PORT = "PACELINE_COORDINATOR=ADDRESS:PORT, on every host, names another address of host 0 or another port."
-_CLOCKS_S = 60.0  # largest difference of hosts' clocks
+_CLOCKS_S = 60.0  # largest allowed difference between the clocks of two hosts, in seconds
 
 
 def gathered(place: HostPlace, key: RunKey) -> Hosts:
-    """Gather all hosts of the run, on host 0.
+    """Gather all hosts of the run. This function runs on host 0.
 
     Raises:
         LaunchError: a host does not connect, or cannot take part.
@@ -87,11 +87,11 @@ def welcomed(own: Host, meeting: Meeting, links: Sequence[Link], key: RunKey, *,
     """Welcome the hosts that have connected to this coordinator, and measure their links.
 
     Args:
-        meeting: the place where they have connected.
-        measures: measure the links.
+        meeting: listener to which the hosts have connected.
+        measures: True to measure the links.
 
     Raises:
-        SystemExit: 130 or 143, if one of them received SIGINT or SIGTERM meanwhile.
+        SystemExit: with exit code 130 or 143, if a host received SIGINT or SIGTERM meanwhile.
     """
     names = _different([own.name, *(link.name for link in links)])
     for link, name in zip(links, names[1:], strict=True):
@@ -99,7 +99,7 @@ def welcomed(own: Host, meeting: Meeting, links: Sequence[Link], key: RunKey, *,
         link.send(Welcome(names))
     try:
         cluster = measured_cluster(own.model_copy(update={"name": names[0]}), links, measures=measures)
-    except BaseException as error:  # a signal, here or there
+    except BaseException as error:  # a signal to this host or to another host
         for link in links:
             link.send(Dismiss(exit_code_of(error)))
             link.connection.close()
@@ -110,10 +110,12 @@ def welcomed(own: Host, meeting: Meeting, links: Sequence[Link], key: RunKey, *,
 
 
 def links_of(place: HostPlace, key: RunKey, meeting: Meeting, check: Callable[[], None] = lambda: None) -> list[Link]:
-    """Wait for all other hosts; return the links to them by number. The hosts then wait for a `Welcome`.
+    """Wait for all other hosts; return the links to them in the order of host numbers.
+
+    After this call, the hosts wait for a `Welcome`.
 
     Args:
-        check: called a few times a second; an exception from it ends the wait.
+        check: called a few times a second. An exception from this function ends the wait.
 
     Raises:
         LaunchError: a host does not connect, or cannot take part.
@@ -128,7 +130,7 @@ def links_of(place: HostPlace, key: RunKey, meeting: Meeting, check: Callable[[]
 
 
 def refuse(links: Iterable[Link], error: BaseException) -> None:
-    """Send the reason for a refusal to the connected hosts, and disconnect them."""
+    """Send the reason of a refusal to the connected hosts, and disconnect the hosts."""
     for link in links:
         reason = str(error) if isinstance(error, PacelineError) else "host 0 was stopped"
         link.send(
@@ -140,13 +142,13 @@ def refuse(links: Iterable[Link], error: BaseException) -> None:
 
 
 def joined(place: HostPlace, key: RunKey, *, succeeds: bool = False) -> Coordinator:
-    """Join host 0, on the other hosts; return once all hosts have connected.
+    """Join host 0 from another host; return once all hosts have connected.
 
     Args:
-        succeeds: this host may become the coordinator if host 0 is lost.
+        succeeds: True if this host may become the coordinator after the loss of host 0.
 
     Raises:
-        LaunchError: it cannot be reached, or refuses this host.
+        LaunchError: host 0 cannot be reached, or refuses this host.
     """
     who = f"host {place.name} (number {place.number})"
     connection = _reached(place, key, who)
@@ -182,18 +184,18 @@ def taken_in(
     """Wait until the coordinator at the other end has accepted this host.
 
     Args:
-        again: this host has lost a previous coordinator.
-        held: ranks that this host has kept since then.
+        again: True if this host has lost a previous coordinator.
+        held: ranks that this host has kept since the loss of that coordinator.
 
     Raises:
         LaunchError: the coordinator refuses this host.
-        ChannelError: the coordinator is lost meanwhile.
+        ChannelError: the coordinator was lost during this call.
         DeadlineError: the coordinator does not answer in time.
     """
     connection.end_when_silent(KERNEL_SILENT_S)
     with ExitStack() as unless_taken_in:
         unless_taken_in.callback(connection.close)
-        # kept ranks continue at once, and the rates of emulated links are known
+        # links are not measured if kept ranks continue, or if the links are emulated and their rates are known
         measured = held is None and place.engine != EMULATED
         probes = answer_probes(_own_address(connection), key) if measured else None
         if probes is not None:
@@ -221,10 +223,10 @@ def taken_in(
 
 
 def _standby(place: HostPlace, key: RunKey, connection: Connection) -> Meeting:
-    """Open the meeting place for the case that this host becomes the coordinator.
+    """Open a listener where other hosts connect if this host becomes the coordinator.
 
-    It uses host 0's port if that is free here. It is open from now on: the others learn the port, and can see that this
-    host's process lives.
+    The listener uses the port number of host 0 if it is free on this host. It is opened early, so that other hosts can
+    learn its port, and can see from the open port that this host's process runs.
     """
     address = _own_address(connection)
     try:
@@ -234,7 +236,7 @@ def _standby(place: HostPlace, key: RunKey, connection: Connection) -> Meeting:
 
 
 def _reached(place: HostPlace, key: RunKey, who: str) -> Connection:
-    """Connect to host 0, which may still be starting."""
+    """Connect to host 0, which may not have started yet."""
     began, wait_s = time.monotonic(), hosts_wait_s()
     with told_elsewhere(place, key) as told:
         while not told:
@@ -278,7 +280,7 @@ def _await_all(
                 if now - began > wait_s:
                     raise LaunchError(
                         "hosts.missing",
-                        "{text}. Start them, or use fewer hosts. {variable} sets how long to wait.",
+                        "{text}. Start these hosts, or use fewer hosts. {variable} sets how long to wait.",
                         text=text,
                         variable=WAIT,
                     ) from None
@@ -304,7 +306,7 @@ def take(place: HostPlace, connection: Connection, links: dict[int, Link]) -> No
     """Accept a host, or refuse it.
 
     Raises:
-        LaunchError: it cannot take part.
+        LaunchError: the host cannot take part.
     """
     try:
         joining = connection.receive(MESSAGE_S)
@@ -312,7 +314,7 @@ def take(place: HostPlace, connection: Connection, links: dict[int, Link]) -> No
             connection.close()
             raise GoesOnElsewhere(joining)
         if not isinstance(joining, Joining):
-            raise LaunchError("hosts.unnamed", "it did not send its name")
+            raise LaunchError("hosts.unnamed", "the first message does not contain the name of a host")
         host = Host.model_validate_json(joining.host)
     except GoesOnElsewhere:
         raise
@@ -350,7 +352,8 @@ def _unfit(place: HostPlace, joining: Joining, links: dict[int, Link]) -> Launch
     if joining.count != place.count:
         return LaunchError(
             "hosts.count_differs",
-            "{host} was started as one of {count} hosts, but host 0 ({coordinator}) as one of {expected}.",
+            "{host} was started as one of {count} hosts, but host 0 ({coordinator}) was started as one of "
+            "{expected}. Give all hosts the same number of hosts.",
             host=who,
             count=joining.count,
             coordinator=place.name,
@@ -359,7 +362,7 @@ def _unfit(place: HostPlace, joining: Joining, links: dict[int, Link]) -> Launch
     if not 1 <= joining.number < place.count:
         return LaunchError(
             "hosts.number_out_of_range",
-            "{host} does not exist: {count} hosts have the numbers 0 to {last}.",
+            "{host} has an invalid number: the numbers of {count} hosts are 0 to {last}.",
             host=who,
             count=place.count,
             last=place.count - 1,
@@ -407,7 +410,7 @@ def _unfit(place: HostPlace, joining: Joining, links: dict[int, Link]) -> Launch
 
 
 def versions() -> dict[str, str]:
-    """Versions that must be equal on all hosts."""
+    """Return the versions of software that must be equal on all hosts."""
     found = {"Python": platform.python_version()}
     for package in ("paceline", "torch"):
         try:
@@ -420,7 +423,7 @@ def versions() -> dict[str, str]:
 def joining_of(
     place: HostPlace, connection: Connection, standby: Meeting | None = None, probes: Listener | None = None
 ) -> Joining:
-    """Make the first message of a host on its connection to host 0."""
+    """Make the first message that a host sends to host 0."""
     return Joining(
         number=place.number,
         count=place.count,
@@ -443,20 +446,20 @@ def _own_address(connection: Connection) -> str:
 
 
 def _resolved(place: HostPlace) -> str:
-    """Resolve the address of host 0, which must be an address of this host."""
+    """Resolve the name of host 0, which must have an address of this host."""
     try:
         return str(socket.getaddrinfo(place.coordinator, place.port, socket.AF_INET, socket.SOCK_STREAM)[0][4][0])
     except OSError as error:
         raise LaunchError(
             "hosts.coordinator_unknown",
-            "host 0 is named {coordinator}, but this name has no address: {reason}.",
+            "the name of host 0, {coordinator}, cannot be resolved to an address: {reason}.",
             coordinator=place.coordinator,
             reason=error.strerror,
         ) from error
 
 
 def _different(names: list[str]) -> list[str]:
-    """Names of hosts; equal names are followed by the host's number."""
+    """Make the names of hosts unique: append the number of the host to names that occur more than once."""
     return [f"{name}-{i}" if names.count(name) > 1 else name for i, name in enumerate(names)]
 
 
@@ -469,7 +472,7 @@ def _advice(place: HostPlace) -> str:
 def _is_loopback(address: str) -> bool:
     try:
         return address == "localhost" or ipaddress.ip_address(address).is_loopback
-    except ValueError:  # a name
+    except ValueError:  # the address is a host name
         return False
 
 
@@ -478,7 +481,7 @@ def _say(text: str) -> None:
 
 
 class GoesOnElsewhere(LaunchError):
-    """Raised if the run of this host continues under another coordinator."""
+    """Raised if the run of this host now has another coordinator."""
 
     def __init__(self, told: Elsewhere) -> None:
         super().__init__(
@@ -491,20 +494,20 @@ class GoesOnElsewhere(LaunchError):
         self.told = told
 
     def place_of(self, place: HostPlace) -> HostPlace:
-        """Return the place in that run of a host that started with this place.
+        """Return the place that a host with this original place now has in the run.
 
         Raises:
-            LaunchError: the host has no place there.
+            LaunchError: the host is not a host of the run.
         """
         told = self.told
         for number, name in enumerate(told.names[1:], 1):
-            # the last place is that of a late host
+            # a host that had not connected yet is listed under the last of these names
             if name in (place.name, f"{place.name}-{place.number}", f"host-{place.number}"):
                 there = replace(place, number=number, count=len(told.names), name=name)
                 return replace(there, coordinator=told.address, port=told.port)
         raise LaunchError(
             "hosts.not_a_host",
-            "{error}, and host {host} is not one of its hosts: {names}.",
+            "{error}, but host {host} is not a host of this run: {names}.",
             error=self,
             host=place.name,
             names=list(told.names),
@@ -513,7 +516,7 @@ class GoesOnElsewhere(LaunchError):
 
 @contextmanager
 def told_elsewhere(place: HostPlace, key: RunKey) -> Iterator[list[Elsewhere]]:
-    """Collect messages of another coordinator to this host, which does not reach host 0.
+    """Collect messages of a new coordinator, while this host cannot reach host 0.
 
     The list stays empty if this host and host 0 have the same address.
     """
@@ -536,7 +539,7 @@ def told_elsewhere(place: HostPlace, key: RunKey) -> Iterator[list[Elsewhere]]:
 
 
 def _route(place: HostPlace) -> tuple[str, str]:
-    """Addresses at which this host and host 0 reach each other. Nothing is sent."""
+    """Return the addresses at which this host and host 0 reach each other, without sending anything."""
     family, kind, _, _, where = socket.getaddrinfo(place.coordinator, place.port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as link:
         link.connect(where)

@@ -1,4 +1,4 @@
-"""Coordinator's view of the other hosts, and of an attempt's ranks there."""
+"""Coordinator's view of the other hosts, and of the ranks of an attempt on these hosts."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ from paceline.wire.listener import Listener
 from paceline.wire.status import PHASES, Generation, StatusBoard
 
 M = TypeVar("M", bound=Struct)
-WAIT = "PACELINE_HOSTS_WAIT_S"  # the longest wait for a host, at the start and when it is lost
+WAIT = "PACELINE_HOSTS_WAIT_S"  # longest wait for a host, both at the start and after the host is lost
 _WAIT_S = 300.0
 
 
 def hosts_wait_s() -> float:
-    """Longest wait for hosts to connect, in seconds.
+    """Return the longest wait in seconds for hosts to connect.
 
     Raises:
         LaunchError: `PACELINE_HOSTS_WAIT_S` is not a number.
@@ -58,14 +58,14 @@ def hosts_wait_s() -> float:
 
 @dataclass(frozen=True)
 class NextGeneration:
-    """Generation that kept ranks begin after the loss of the coordinator.
+    """First generation after the loss of a coordinator, which begins with the ranks that hosts have kept.
 
     Attributes:
-        kept: the attempt on this host.
+        kept: the attempt on this host, with the ranks that it has kept.
         lock: the lock of the run directory.
         generation: generation of the ranks that continue.
         places: places of all ranks of the run.
-        rendezvous: place where the ranks meet.
+        rendezvous: store through which the ranks meet.
     """
 
     kept: AgentAttempt
@@ -78,7 +78,7 @@ class NextGeneration:
     def close(self) -> None:
         """Release the run directory and the rendezvous.
 
-        End ranks that were not taken over.
+        Ranks that were not taken over are ended.
         """
         self._made.close()
         self.kept.end()
@@ -92,7 +92,7 @@ class Takeover:
         run: directory or URL of the run.
         lost: name of the host that coordinated the run.
         by: name of this host.
-        next_generation: generation that the kept ranks have begun; None if the run starts again.
+        next_generation: generation that the kept ranks have begun; None if the run starts again from a checkpoint.
     """
 
     run: str
@@ -107,13 +107,13 @@ class Takeover:
 
 
 class Returns:
-    """Hosts that may come back to the run, and those that have.
+    """Record of the lost hosts that may come back, and of the hosts that have come back.
 
     Args:
-        revive: restarts the host process of a host; None if paceline does not start it.
+        revive: function that restarts the host process of a host; None if paceline does not start host processes.
 
     Attributes:
-        left_out: hosts that may not come back, and the reason.
+        left_out: numbers of the hosts that may not come back, each with the reason.
     """
 
     def __init__(self, revive: Callable[[int], None] | None = None) -> None:
@@ -124,29 +124,29 @@ class Returns:
 
     @property
     def revives(self) -> bool:
-        """True if hosts that may come back are restarted here."""
+        """True if this process restarts hosts that may come back."""
         return self._revive is not None
 
     def expect(self, host: int) -> None:
-        """Allow a lost host to come back."""
+        """Allow a lost host to come back, and restart its host process if possible."""
         self.left_out.pop(host, None)
         self.expected.add(host)
         if self._revive is not None:
-            with suppress(LaunchError):  # it does not come back
+            with suppress(LaunchError):  # the host then does not come back
                 self._revive(host)
 
     def leave_out(self, host: int, why: str = "was lost too often within an hour, and is left out of the run.") -> None:
-        """Forbid a host to come back, for this reason."""
+        """Do not allow a host to come back. `why` ends a sentence that begins with the name of the host."""
         self.expected.discard(host)
         self.left_out[host] = why
 
     def take_in(self, link: Link) -> None:
-        """Note that a host has come back."""
+        """Record that a host has come back."""
         self.expected.discard(link.number)
         self._back.put(link)
 
     def back(self) -> list[Link]:
-        """Hosts that have come back since the last call, and wait for orders."""
+        """Return the hosts that have come back since the last call, and now wait for orders."""
         found = []
         with suppress(queue.Empty):
             while True:
@@ -155,21 +155,21 @@ class Returns:
 
 
 class Hosts:
-    """All hosts of the run, this one first.
+    """All hosts of the run. This host is the first.
 
     Attributes:
         cluster: devices and links of the hosts.
-        address: address at which the others reach this host.
+        address: address at which other hosts reach this host.
         key: key of the run.
-        compared: code and data that were found to be the same on all hosts.
-        takeover: the run to continue, if the previous coordinator was lost.
+        compared: requests for digests of code and data that were found to be equal on all hosts.
+        takeover: run to continue after the loss of the previous coordinator; None for a new run.
         past: losses of the run, as last recorded.
-        returns: meeting place for lost hosts; None if they cannot come back.
-        least: minimum number of hosts for the run to continue; 0 for any number.
-        meeting: place where hosts have connected to this host, and others may.
+        returns: record of the hosts that may come back; None if no host can come back.
+        least: minimum number of hosts with which the run continues; 0 for no minimum.
+        meeting: listener to which other hosts connect.
 
     Args:
-        namespace: network namespace of that address, if this host is emulated.
+        namespace: network namespace of `address` if this host is emulated, otherwise None.
     """
 
     takeover: Takeover | None = None
@@ -187,7 +187,7 @@ class Hosts:
 
     @property
     def absent(self) -> list[Link]:
-        """Hosts that have not connected yet, and may do so during the run."""
+        """Hosts that have not connected yet, but may connect during the run."""
         return [link for link in self.links if isinstance(link, AbsentLink)]
 
     @property
@@ -197,19 +197,19 @@ class Hosts:
 
     @property
     def too_few(self) -> bool:
-        """True while the run waits for more hosts."""
+        """True if fewer hosts take part than the run needs."""
         return self.there < self.least
 
     def address_of(self, number: int) -> str:
-        """Address at which the other hosts reach host `number`."""
+        """Return the address at which other hosts reach host `number`."""
         return self.links[number - 1].address if number else self.address
 
     def ask(self, question: Struct, kind: type[M], deadline_s: float) -> list[tuple[Link, M]]:
-        """Ask all other connected hosts one question, and return their answers.
+        """Send a question to all other connected hosts; return their answers.
 
         Raises:
             LaunchError: a host does not answer in time.
-            SystemExit: 130 or 143, if one of them received SIGINT or SIGTERM meanwhile.
+            SystemExit: with exit code 130 or 143, if a host received SIGINT or SIGTERM meanwhile.
         """
         links = [link for link in self.links if link.lost is None]
         for link in links:
@@ -227,7 +227,7 @@ class Hosts:
         on_connection: Callable[[Connection], object] = lambda _: None,
         on_message: Callable[[Connection, Any], None] | None = None,
     ) -> Listener:
-        """Listen at this host's address; port 0 takes any free port."""
+        """Listen at the address of this host. Port 0 takes any free port."""
 
         def made() -> Listener:
             return Listener((self.address, port), self.key, kinds, on_connection, on_message=on_message)
@@ -235,16 +235,16 @@ class Hosts:
         return made() if self._namespace is None else inside(self._namespace, made)
 
     def add(self, link: Link) -> None:
-        """Add a host after all others."""
+        """Add a host with the next free number."""
         self.links.append(link)
         self.cluster = self.cluster.model_copy(update={"hosts": (*self.cluster.hosts, link.host)})
 
     def replace(self, link: Link) -> None:
-        """Replace a lost host with the host that came back."""
+        """Replace a lost host with a host that has come back."""
         self.links[link.number - 1] = link
 
     def dismiss(self, code: int) -> None:
-        """Dismiss all hosts with this exit code. No more hosts may join."""
+        """Dismiss all other hosts with this exit code, and accept no more hosts."""
         if self.meeting is not None:
             self.meeting.close()
         for link in self.links:
@@ -257,13 +257,13 @@ _current: list[Hosts] = []
 
 
 def current_hosts() -> Hosts | None:
-    """Hosts that this process coordinates; None if there is only this host."""
+    """Return the hosts that this process coordinates, or None if there is only this host."""
     return _current[-1] if _current else None
 
 
 @contextmanager
 def coordinating(hosts: Hosts) -> Iterator[Hosts]:
-    """Make these the `current_hosts` inside the context."""
+    """Make `current_hosts` return these hosts inside the context."""
     _current.append(hosts)
     try:
         yield hosts
@@ -271,17 +271,18 @@ def coordinating(hosts: Hosts) -> Iterator[Hosts]:
         _current.remove(hosts)
 
 
-_SILENT_S = 10.0  # the end of a host's ranks is awaited until the host has been silent for this long
-_READY_S, _OVER_S = 60.0, 30.0  # to look for a file; for a host to end its ranks and send its files
+_SILENT_S = 10.0  # while ranks are being ended, a host that is silent for longer counts as lost
+# time for a host to prepare for ranks; time for a host to end its ranks and send its files
+_READY_S, _OVER_S = 60.0, 30.0
 _TOKEN = ".paceline-host-"
-_SENDING_S = 0.1  # longest time per turn for sending files, which delays signals and losses
+_SENDING_S = 0.1  # longest time per turn for sending files, because this delays signals and reports of losses
 
 
 @dataclass(frozen=True)
 class RunFolder:
     """Folder that the ranks of an attempt read and write.
 
-    `files` and `folders` exist before the ranks start.
+    `files` and `folders` are paths within the folder that exist before the ranks start.
     """
 
     path: Path
@@ -291,7 +292,7 @@ class RunFolder:
 
 @dataclass
 class RemoteRank:
-    """Rank of another host, which sends the rank's record and stack."""
+    """Rank on another host, which sends the rank's error record and stack traces."""
 
     number: int
     link: Link
@@ -305,11 +306,11 @@ class RemoteRank:
 
     @property
     def known_ns(self) -> int:
-        """Time of the last message from its host, by the monotonic clock."""
+        """Time of the last message from the rank's host, by the monotonic clock."""
         return int(self.link.heard_at * 1e9)
 
     def signal(self, number: int) -> None:
-        """Signal the rank only, and not the processes that it started."""
+        """Send a signal to the rank, but not to processes that it started."""
         if self.code is None:
             self.link.send(messages.Signal(self.number, number))
 
@@ -318,12 +319,12 @@ class RemoteRank:
         self.signal(signal.SIGKILL)
 
     def stack(self) -> str:
-        """Stack traces that its host has sent."""
+        """Return the stack traces that the rank's host has sent."""
         return stack_beside(self.record)
 
 
 class RemoteRanks:
-    """Ranks of one attempt on other hosts. As a context manager, it ends all of them.
+    """Ranks of one attempt on other hosts. The context manager ends all these ranks.
 
     Args:
         scratch: folder for the attempt's error records.
@@ -348,10 +349,11 @@ class RemoteRanks:
         self._token: Path | None = None
         self._pulses: Pulses | None = None
         self.ranks: dict[int, RemoteRank] = {}
-        # hosts that the run continues without: lost, or not connected yet
+        # hosts without which the run continues, because they are lost or have not connected yet
         self.spared: list[Link] = [link for link in links if link.is_known_lost]
         self._silent: list[Link] = []
-        self._folders: list[tuple[Link, Iterator[Struct]]] = []  # folders that hosts wait for, as messages
+        # folders that hosts have requested, as messages to send
+        self._folders: list[tuple[Link, Iterator[Struct]]] = []
         self._released: list[Link] = []
 
     def __enter__(self) -> Self:
@@ -373,7 +375,7 @@ class RemoteRanks:
             self._token.unlink(missing_ok=True)
 
     def begin(self, begin: messages.Begin) -> None:
-        """Let every host prepare for the ranks.
+        """Let every other host prepare for its ranks.
 
         Raises:
             LaunchError: a host is lost, or a required host is missing.
@@ -399,12 +401,15 @@ class RemoteRanks:
 
     @property
     def spares_this_host(self) -> bool:
-        """True if the others continue when this host is lost. Emulated hosts do not take over coordination."""
+        """True if the other hosts continue after the loss of this host.
+
+        This is false for emulated hosts, which never take over coordination.
+        """
         succeeds = any(link.standby_port for link in self.hosts.links)
         return succeeds and self._begin is not None and self._begin.spares(self.hosts.cluster.hosts[0].name)
 
     def _whole(self, begin: messages.Begin) -> messages.Begin:
-        """Complete the message with the details of this host, and listen for the hosts' pulses."""
+        """Fill in the folder and the heartbeat port of the message, and start to listen for heartbeats."""
         if begin.spares_hosts:
             self._pulses = Pulses(
                 lambda kinds, take: self.hosts.listener(kinds, on_message=take),
@@ -416,14 +421,14 @@ class RemoteRanks:
         return msgspec.structs.replace(begin, folder=folder, folders=folders, pulse_port=port, silence_s=silence_s)
 
     def _show_token(self) -> Path:
-        """Create a file in the folder, which shows hosts if they share the folder."""
+        """Create the token file in the folder, by which hosts recognize a shared folder."""
         if self._token is None:
             self._token = self.folder.path / f"{_TOKEN}{secrets.token_hex(16)}"
             self._token.touch(mode=0o600)
         return self._token
 
     def _hide_token(self) -> None:
-        """Remove the file, unless hosts still look for it."""
+        """Remove the token file, unless hosts still look for it."""
         if self._token and all(link.lost is not None for link in self._preparing):
             self._token.unlink(missing_ok=True)
             self._token = None
@@ -437,14 +442,14 @@ class RemoteRanks:
                 link.send(part)
 
     def expect(self, host: int, *, again: bool) -> bool:
-        """Decide whether a lost host may come back; return True if it may."""
+        """Decide whether a lost host may come back; return True if the host may come back."""
         if self.hosts.returns is None:
             return False
         self.hosts.returns.expect(host) if again else self.hosts.returns.leave_out(host)
         return again
 
     def release(self, host: int) -> None:
-        """Dismiss a host whose ranks have left, once its part of the attempt has ended."""
+        """Dismiss a host whose ranks have left, once the host has ended its part of the attempt."""
         link = next(link for link in self.links if link.number == host)
         self.spared.append(link)
         self._released.append(link)
@@ -457,17 +462,17 @@ class RemoteRanks:
         link.lose("`paceline scale` has released it")
         if self._pulses is not None:
             self._pulses.forget(link.number)
-        self.hosts.replace(AbsentLink(link.number, link.name, link.host))  # any host may come in its place
+        self.hosts.replace(AbsentLink(link.number, link.name, link.host))  # any host may replace the dismissed host
 
     def returned(self) -> list[Link]:
-        """Return the hosts that have come back and are ready for their ranks."""
+        """Return the hosts that have come back, and are ready to start their ranks."""
         for link in self.hosts.returns.back() if self.hosts.returns else ():
             assert self._pulses is not None
             self._pulses.forget(link.number)
             self.hosts.replace(link)
             self.links = [link if link.number == other.number else other for other in self.links]
             link.watch(self.poll)
-            self._prepare(link, self._show_token())  # other hosts may look for it, too
+            self._prepare(link, self._show_token())  # other hosts may use the same token
             if self._announced is not None:
                 link.send(self._announced)
         ready, self._ready = self._ready, []
@@ -476,7 +481,7 @@ class RemoteRanks:
     def adopt(self, begin: messages.Begin) -> None:
         """Take over the ranks that hosts have kept.
 
-        All other ranks of these hosts have ended.
+        All other ranks on these hosts count as ended.
         """
         self._begin = self._whole(begin)
         links = {link.name: link for link in self.links}
@@ -498,16 +503,18 @@ class RemoteRanks:
     def start(self, host: int, environment: RankEnvironment, record: Path) -> RemoteRank:
         """Start a rank on host number `host`."""
         link = next(link for link in self.links if link.number == host)
-        environment = replace(environment, address=link.address)  # possibly a new host process, if the host came back
+        # if the host came back, it may have a new host process with another address
+        environment = replace(environment, address=link.address)
         rank = self.ranks[environment.rank] = RemoteRank(environment.rank, link, record)
         link.send(messages.Start(environment.to_env()))
         return rank
 
     def spare(self, may_go: Callable[[list[int]], bool] = lambda _: True) -> list[tuple[Link, list[int], str]]:
-        """Continue without the lost hosts; return each with its ranks and a reason.
+        """Continue without the lost hosts; return each lost host with its ranks and the reason.
 
         Args:
-            may_go: returns True if the run can continue without these ranks, and those of earlier calls.
+            may_go: function that returns True if the run can continue without the given ranks and the ranks of earlier
+                calls.
         """
         self._end_lost()
         spared = []
@@ -540,9 +547,9 @@ class RemoteRanks:
         return bool(self._folders)
 
     def give_up_silent(self) -> None:
-        """Give up hosts that have been silent for too long.
+        """Count hosts as lost that have been silent for too long.
 
-        A host with ranks sends several messages a second.
+        A host that runs ranks normally sends several messages a second.
         """
         for link in self.links:
             silent_s = time.monotonic() - link.heard_at
@@ -553,9 +560,9 @@ class RemoteRanks:
     def cut_off(self) -> str | None:
         """Return an error text if this host has no quorum, otherwise None.
 
-        Hosts whose process has ended do not count. Silent hosts may be alive and continue on their own, so this host
-        and the hosts that it reaches must be at least half of the remaining hosts. If both sides have half of the
-        hosts, the coordinator's side continues.
+        Hosts whose process has ended do not count. Silent hosts may still run, and may continue on their own. This host
+        and the hosts that it reaches must therefore be at least half of the remaining hosts. If both sides have half of
+        the hosts, the coordinator's side continues.
         """
         silent = [link for link in self.links if link.silent]
         reached = 1 + sum(link.lost is None and not link.silent for link in self.links)
@@ -568,18 +575,21 @@ class RemoteRanks:
 
     @property
     def lost(self) -> str | None:
-        """Return the name and ranks of a lost host, or None. Silent and spared hosts do not count."""
+        """Text that names a lost host and its ranks, or None.
+
+        Hosts that were silent for too long, and hosts without which the run continues, do not count.
+        """
         known = {*self._silent, *self.spared}
         lost = (link for link in self.links if link.lost is not None and link not in known)
         return next(map(self._of_lost, lost), None)
 
     @property
     def silent(self) -> str:
-        """Names and ranks of the hosts that were given up, one line each."""
+        """Names and ranks of the hosts that were silent for too long, one line per host."""
         return "\n".join(map(self._of_lost, self._silent))
 
     def _end_lost(self) -> None:
-        """Mark the ranks of lost hosts as killed."""
+        """Record the ranks of lost hosts as killed."""
         for rank in self.ranks.values():
             if rank.link.lost is not None and rank.code is None:
                 rank.code, rank.stopped, rank.paging = -signal.SIGKILL, False, False
@@ -590,7 +600,7 @@ class RemoteRanks:
                 link.fall_silent(silent_s)
 
     def _until(self, link: Link, kind: type[Struct], deadline_s: float) -> bool:
-        """Handle messages until one of a kind arrives. A host that sends none in time is lost."""
+        """Handle messages until one of this type arrives. A host that does not send this message in time is lost."""
         until = time.monotonic() + deadline_s
         while (message := link.receive(max(0.1, until - time.monotonic()))) is not None:
             if isinstance(message, kind):
@@ -629,7 +639,7 @@ class RemoteRanks:
                 rank.stopped = rank.paging = False
 
     def _rank_of(self, link: Link, number: int) -> RemoteRank | None:
-        """Return a rank by its number, if the rank is on that host."""
+        """Return the rank with this number if it is on the given host, otherwise None."""
         rank = self.ranks.get(number)
         return rank if rank is not None and rank.link is link else None
 
@@ -645,7 +655,7 @@ class RemoteRanks:
             self.board.put(row.rank, rank.pid, row.phase, row.step, now_ns - row.idle_ns, row.generation)
 
     def _tell(self, link: Link, message: messages.Told) -> None:
-        """Store a rank's record, with its time converted to this host's clock, or its stack."""
+        """Store a rank's error record or stack. The time of a record is converted to this host's clock."""
         rank = self._rank_of(link, message.rank)
         if rank is None or message.suffix not in (".error", ".stack"):
             return
@@ -660,6 +670,6 @@ class RemoteRanks:
         folder = place_in(self.folder.path, name)
         for file in sorted(folder.iterdir()) if folder.is_dir() else ():
             if file.is_file():
-                with suppress(FileNotFoundError):  # the run has removed it
+                with suppress(FileNotFoundError):  # the run has removed the file
                     yield from parts_of(file, self.folder.path)
         yield messages.Fetched(name)

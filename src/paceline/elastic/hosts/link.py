@@ -1,4 +1,4 @@
-"""Link between the coordinator and one agent: messages, heartbeats, and the measured network."""
+"""Links between the coordinator and the agents: messages, heartbeats, and network measurements."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from paceline.wire.key import RunKey
 from paceline.wire.listener import Listener
 
 M = TypeVar("M", bound=Struct)
-KERNEL_SILENT_S = 45  # the kernel ends the connection to a machine that is gone
+KERNEL_SILENT_S = 45  # seconds of silence after which the kernel ends the connection to another machine
 
 
 class Peer:
     """Host process at the other end of a connection.
 
     Attributes:
-        lost: reason why the peer is lost; None while it is connected.
+        lost: reason why the peer is lost; None while the peer is connected.
     """
 
     lost: str | None = None
@@ -43,11 +43,11 @@ class Peer:
 
     @property
     def silent(self) -> bool:
-        """True if nothing arrived for too long. The peer may still run behind a cut network."""
+        """True if nothing has arrived from the peer for too long. The peer may still run behind a cut network."""
         return bool(self._silence)
 
     def send(self, message: Struct) -> None:
-        """Send a message; nothing is sent to a lost host."""
+        """Send a message, unless the peer is lost."""
         if self.lost is None:
             try:
                 self.connection.send(message)
@@ -64,12 +64,12 @@ class Peer:
         return None
 
     def lose(self, reason: str) -> None:
-        """Give the host up."""
+        """Mark the host as lost."""
         if self.lost is None:
             self.lost = self._silence or reason
 
     def fall_silent(self, silent_s: float) -> None:
-        """Mark the host as silent, so that its owner finds it lost. Any thread may call this."""
+        """Mark the host as silent, so that its next use marks the host as lost. Any thread may call this method."""
         self._silence = f"nothing has come from it for {silent_s:.2g} s"
         self.connection.end()
 
@@ -78,14 +78,14 @@ class Link(Peer):
     """Coordinator's view of an agent.
 
     Attributes:
-        address: address at which other hosts reach the agent.
-        standby_port: port where the agent would listen as the coordinator; 0 if it never coordinates.
-        probes_port: port where the agent answers other hosts' probes; 0 if it does not.
-        meets_again: the agent has lost a previous coordinator.
-        held: the ranks that the agent has kept since then.
-        clock_ahead_s: the agent's clock minus the coordinator's.
-        is_known_lost: the run's record contains the loss of this host.
-        heard_at: time of the agent's last message, by the monotonic clock.
+        address: address at which other hosts can reach the agent.
+        standby_port: port on which the agent listens in case it becomes the coordinator; 0 if it never does.
+        probes_port: port on which the agent answers probes of other hosts; 0 if it answers none.
+        meets_again: True if the agent has lost a previous coordinator.
+        held: ranks that the agent has kept since the loss of that coordinator.
+        clock_ahead_s: clock of the agent minus clock of the coordinator, in seconds.
+        is_known_lost: True if the run's record already contains the loss of this host.
+        heard_at: arrival time of the agent's last message, by the monotonic clock.
     """
 
     is_known_lost = False
@@ -107,13 +107,13 @@ class Link(Peer):
         return f"host {self.name} (number {self.number})"
 
     def offer(self, parts: Iterator[Struct], until: float) -> bool:
-        """Send messages until the network would block.
+        """Send messages as long as the network accepts them without waiting.
 
         Args:
-            until: when to stop, by the monotonic clock.
+            until: time at which to stop, by the monotonic clock.
 
         Returns:
-            True if all messages are sent, or the host is lost.
+            True if all messages were sent, or the host is lost.
         """
         try:
             while self.connection.flush() and time.monotonic() < until:
@@ -125,7 +125,7 @@ class Link(Peer):
         return self.lost is not None
 
     def receive(self, deadline_s: float) -> Any:
-        """Return the next message; None if none arrives in time, and the host is lost."""
+        """Return the next message. If no message arrives in time, mark the host as lost and return None."""
         if self.lost is None:
             try:
                 message = self.connection.receive(deadline_s)
@@ -137,10 +137,10 @@ class Link(Peer):
         return None
 
     def answer(self, kind: type[M], deadline_s: float) -> M | None:
-        """Return the next message of a kind; None if the host is lost meanwhile.
+        """Return the next message of a type, or None if the host is lost meanwhile.
 
         Raises:
-            SystemExit: 130 or 143, if that host received SIGINT or SIGTERM meanwhile.
+            SystemExit: with exit code 130 or 143, if that host received SIGINT or SIGTERM meanwhile.
         """
         while (message := self.receive(deadline_s)) is not None:
             if isinstance(message, messages.Interrupted):
@@ -150,26 +150,26 @@ class Link(Peer):
         return None
 
     def waiting(self) -> Iterator[Any]:
-        """Yield the messages that have arrived, without waiting for more."""
+        """Yield the messages that have already arrived."""
         while (message := self.take()) is not None:
             self.heard_at = time.monotonic()
             yield message
 
     def lose(self, reason: str) -> None:
-        """Give the host up."""
+        """Mark the host as lost."""
         if self.lost is None:
             super().lose(reason)
             self.unwatch()
             self.connection.close()
 
     def watch(self, poll: select.poll) -> None:
-        """Register the connection with `poll`, until the host is lost."""
+        """Register the connection with `poll` until the host is lost."""
         if self.lost is None:
             self._watched = poll, self.connection.fileno()
             poll.register(self._watched[1], select.POLLIN)
 
     def unwatch(self) -> None:
-        """Unregister the connection."""
+        """Unregister the connection from `poll`."""
         if self._watched is not None:
             poll, descriptor = self._watched
             poll.unregister(descriptor)
@@ -177,7 +177,7 @@ class Link(Peer):
 
 
 class AbsentLink(Link):
-    """Stand-in for a host that has not connected yet."""
+    """Placeholder for the link to a host that has not connected yet."""
 
     is_known_lost = True
 
@@ -188,12 +188,12 @@ class AbsentLink(Link):
 
 
 class Meeting:
-    """Listener where hosts connect to the coordinator, or to a possible successor.
+    """Listener to which hosts connect, on the coordinator or on a host that may become the coordinator.
 
-    It is open as long as the host process lives: if the port is closed, the process has ended.
+    The port stays open as long as the host process runs. A closed port therefore shows that the process has ended.
 
     Attributes:
-        came: queue of new connections. A None in the queue wakes the waiting thread.
+        came: queue of new connections. A None in the queue wakes the thread that waits for connections.
     """
 
     def __init__(self, address: str, port: int, key: RunKey) -> None:
@@ -202,7 +202,7 @@ class Meeting:
 
     @property
     def address(self) -> tuple[str, int]:
-        """Address and port."""
+        """Address and port of the listener."""
         assert isinstance(self._listener.address, tuple)
         return self._listener.address
 
@@ -212,9 +212,9 @@ class Meeting:
         return self._listener.unauthenticated
 
     def direct(self, elsewhere: messages.Elsewhere) -> None:
-        """Send connecting hosts the address where the run continues.
+        """Send the address where the run continues to hosts that connect.
 
-        Hosts that have lost their coordinator are exempt: they may meet here.
+        Hosts that have lost their coordinator are exempt, because they may choose this host as the coordinator.
         """
         for _ in range(self.came.qsize()):
             if (connection := self.came.get()) is None:
@@ -227,7 +227,7 @@ class Meeting:
                     self.came.put(connection)
                     continue
                 connection.post(elsewhere)
-            except ChannelError:  # it has disconnected
+            except ChannelError:  # the host has disconnected
                 pass
             connection.close()
 
@@ -239,16 +239,16 @@ class Meeting:
                 connection.close()
 
 
-SILENCE = "PACELINE_SILENCE_S"  # of silence, until a host counts as lost
+SILENCE = "PACELINE_SILENCE_S"  # seconds of silence after which a host counts as lost
 _SILENCE_S = 2.0
-_ROUNDS = 8, 32  # beats within that time, minimum and maximum
-_BEATS = 512  # beats of all hosts within it: more would keep the coordinator busy
-_UNACKNOWLEDGED = 0.1  # fraction of that time, if the other host's kernel acknowledges nothing
-_LOST_BEATS = 3  # before that counts: this machine may itself have been suspended
+_ROUNDS = 8, 32  # minimum and maximum number of heartbeats per host within the limit of silence
+_BEATS = 512  # heartbeats of all hosts within the limit of silence, to limit the load of the coordinator
+_UNACKNOWLEDGED = 0.1  # fraction of the limit after which a host counts as lost if its kernel acknowledges nothing
+_LOST_BEATS = 3  # number of missed heartbeats before a cut link counts, because this machine may have been suspended
 
 
 class Beat(Struct, tag=True, frozen=True):
-    """Heartbeat of a host, with its number; the coordinator answers with its own."""
+    """Heartbeat of a host, with the number of the host. The coordinator answers with its own heartbeat."""
 
     host: int
 
@@ -257,18 +257,18 @@ OpensListener = Callable[[type[Struct], Callable[[Connection, Beat], None]], Lis
 
 
 class Pulses:
-    """Coordinator's side of the heartbeats. A host is watched from its first beat on.
+    """Coordinator's side of the heartbeats. A host is monitored from its first heartbeat on.
 
     Args:
-        listen: opens a listener for messages of a type, which calls a function for each.
-        on_silence: called from a thread once per silence, with the host's number and the seconds.
-        hosts: number of hosts, which determines the interval of the beats.
+        listen: function that opens a listener for messages of a type, and calls a function for each message.
+        on_silence: called once per silence, in another thread, with the number of the host and the seconds of silence.
+        hosts: number of hosts, from which the interval between heartbeats is derived.
     """
 
     def __init__(self, listen: OpensListener, on_silence: Callable[[int, float], None], hosts: int = 2) -> None:
         self.limit_s, self._rounds = silence_limit_s(), rounds_of(hosts)
         self._on_silence = on_silence
-        self._beaten: set[int] = set()  # since the last round
+        self._beaten: set[int] = set()  # hosts that have sent a heartbeat since the last round
         self._silent_rounds: dict[int, int] = {}
         self._connections: dict[int, Connection] = {}
         self._lock = threading.Lock()
@@ -279,18 +279,18 @@ class Pulses:
 
     @property
     def port(self) -> int:
-        """Port that receives the hosts' beats."""
+        """Port on which heartbeats arrive."""
         return self._listener.port
 
     def forget(self, host: int) -> None:
-        """Stop watching a host until its next beat."""
+        """Stop monitoring a host until its next heartbeat."""
         with self._lock:
             self._beaten.discard(host)
             self._silent_rounds.pop(host, None)
             self._connections.pop(host, None)
 
     def close(self) -> None:
-        """Stop listening and watching."""
+        """Stop the listener and the monitoring."""
         self._closing.set()
         self._thread.join()
         self._listener.close()
@@ -316,10 +316,10 @@ class Pulses:
                     self._on_silence(host, rounds * round_s)
 
     def _is_unreachable(self, host: int, rounds: int) -> bool:
-        """Send another beat; return True if the host's kernel acknowledges nothing.
+        """Send another heartbeat; return True if the host's kernel acknowledges nothing.
 
         Args:
-            rounds: number of rounds without a beat from the host.
+            rounds: number of rounds without a heartbeat from the host.
         """
         if (connection := self._connections.get(host)) is None:
             return False
@@ -333,9 +333,9 @@ class Pulse:
 
     Args:
         where: address and port of the coordinator's `Pulses`.
-        limit_s: longest silence, in seconds.
-        on_silence: called once, from a thread, with the seconds of silence after the last beat.
-        hosts: as in `Pulses`.
+        limit_s: longest allowed silence in seconds.
+        on_silence: called once, in another thread, with the seconds of silence since the last heartbeat.
+        hosts: number of hosts, from which the interval between heartbeats is derived.
     """
 
     def __init__(
@@ -370,7 +370,7 @@ class Pulse:
             answered = self._is_answered()
             took_s = time.monotonic() - began
             heard = heard or answered
-            # if it took longer, this process itself was suspended
+            # a longer round means that this process itself was suspended
             silent_s = 0.0 if answered or not heard else silent_s + max(round_s, min(took_s, most_s))
         if self._connection is not None:
             self._connection.close()
@@ -383,16 +383,16 @@ class Pulse:
         return _is_cut(self._connection, self.limit_s)
 
     def _send(self) -> None:
-        with suppress(PacelineError):  # a lost connection is made anew in the next round
+        with suppress(PacelineError):  # the next round opens a new connection if this connection is lost
             if self._connection is None:
-                # a handshake takes longer than a round on a busy machine
+                # on a busy machine, a handshake can take longer than a round
                 self._connection = connect(self._where, self._key, Beat, deadline_s=self.limit_s)
             self._connection.post(self._beat)
 
     def _is_answered(self) -> bool:
-        """True if the coordinator has sent anything since the last look.
+        """Return True if the coordinator has sent anything since the last call.
 
-        Waking up for each answer would cost more.
+        One check per round is cheaper than waking up for each answer.
         """
         if self._connection is None:
             return False
@@ -408,18 +408,18 @@ class Pulse:
 
 
 def _is_cut(connection: Connection, limit_s: float) -> bool:
-    """True if the other host's kernel acknowledges none of several beats."""
+    """Return True if the other host's kernel has acknowledged none of several heartbeats."""
     return connection.is_unanswered(_UNACKNOWLEDGED * limit_s, _LOST_BEATS)
 
 
 def rounds_of(hosts: int) -> int:
-    """Number of heartbeats per host within the limit of silence."""
+    """Return the number of heartbeats per host within the limit of silence."""
     fewest, most = _ROUNDS
     return max(fewest, min(most, _BEATS // hosts))
 
 
 def silence_limit_s() -> float:
-    """Seconds of silence after which a host counts as lost."""
+    """Return the seconds of silence after which a host counts as lost."""
     text = os.environ.get(SILENCE, "")
     try:
         limit_s = float(text) if text else _SILENCE_S
@@ -435,16 +435,18 @@ def silence_limit_s() -> float:
     return limit_s
 
 
-MEASURE = "PACELINE_MEASURE"  # "off": no link is measured
-_ALL_S, _PAIR_S = 0.4, 0.1  # for all links of host 0 together; for any other host
+MEASURE = "PACELINE_MEASURE"  # with the value "off", no link is measured
+_ALL_S, _PAIR_S = 0.4, 0.1  # seconds for all links of host 0 together, and for each other link
 _PINGS = 5
-_PROBE_S = 10.0  # longest wait for an answer
-_EVERY_PAIR = 8  # hosts; with more, host 0 is measured to each host, and each host to the next
+_PROBE_S = 10.0  # longest wait in seconds for an answer
+# number of hosts up to which every pair is measured; with more hosts, all links of host 0 and the link from each host
+# to the next
+_EVERY_PAIR = 8
 Found = dict[int, list[NetworkLink]]
 
 
 def measured_cluster(own: Host, links: Sequence[Link], *, measures: bool = True) -> Cluster:
-    """Measure the links between this host and the others; return the cluster."""
+    """Measure the links between all hosts; return the cluster of these hosts and links."""
     found: Found = {}
     if measures and os.environ.get(MEASURE) != "off":
         _measure_own(links, found)
@@ -458,7 +460,7 @@ def measured_cluster(own: Host, links: Sequence[Link], *, measures: bool = True)
 
 
 def answer_probes(address: str, key: RunKey | None) -> Listener | None:
-    """Answer other hosts' probes at an address; None if nothing can listen there."""
+    """Answer probes of other hosts at an address; return the listener, or None if it cannot listen."""
 
     def echo(peer: Connection, _: messages.Probe) -> None:
         peer.post(messages.Echo())
@@ -470,7 +472,7 @@ def answer_probes(address: str, key: RunKey | None) -> Listener | None:
 
 
 def speeds_to(targets: Sequence[tuple[int, str, int]], key: RunKey | None) -> messages.Measured:
-    """Measure the links to other hosts, given as (number, address, port). Silent hosts are skipped."""
+    """Measure the links to other hosts, given as (number, address, port). Skip hosts that do not answer."""
     return messages.Measured([speed for to in targets if (speed := _speed_to(*to, key)) is not None])
 
 
@@ -495,7 +497,7 @@ def _echoed(link: Link) -> bool:
 
 
 def _measure_others(links: Sequence[Link], found: Found) -> None:
-    """Let the other hosts measure their links, one host after the other."""
+    """Let the other hosts measure their links to one another, one host at a time."""
     for link in links:
         to = [other for other in links if other.probes_port and is_measured(link, other, len(links) + 1)]
         if to:
@@ -506,7 +508,7 @@ def _measure_others(links: Sequence[Link], found: Found) -> None:
 
 
 def is_measured(link: Link, other: Link, hosts: int) -> bool:
-    """True if one agent measures the link to another."""
+    """Return True if one agent should measure the link to another agent."""
     return other.number == link.number + 1 or (hosts <= _EVERY_PAIR and other.number > link.number)
 
 
@@ -521,7 +523,7 @@ def _note(found: Found, number: int, speed: messages.Speed) -> None:
 def _speed(
     number: int, send: Callable[[Struct], None], echoed: Callable[[], bool], budget_s: float
 ) -> messages.Speed | None:
-    """Measure round trip and bulk rate; return None if the host does not echo."""
+    """Measure the round-trip time and the bulk rate of a link; return None if the host does not answer."""
     times = []
     for _ in range(_PINGS):
         began = time.perf_counter()

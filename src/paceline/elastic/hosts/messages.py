@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from msgspec import Struct
 
-CHUNK_BYTES = 2**18  # bytes of a file per message
-TEXT_LIMIT = 2**18  # characters of a traceback or a stack per message
+CHUNK_BYTES = 2**18  # largest number of bytes of a file per message
+TEXT_LIMIT = 2**18  # largest number of characters of a traceback or a stack trace per message
 
 
 class Put(Struct, tag=True, frozen=True):
-    """Chunk of a file of the attempt's folder, in either direction.
+    """Chunk of a file in the attempt's folder, sent in either direction.
 
     Attributes:
-        path: path relative to that folder.
-        offset: offset of the chunk in bytes; -1 appends whole lines.
-        last: the chunk completes the file.
+        path: path of the file relative to the folder.
+        offset: offset of the chunk in the file, in bytes. -1 appends whole lines to the file.
+        last: True if the chunk completes the file.
     """
 
     path: str
@@ -27,8 +27,8 @@ class Held(Struct, array_like=True, frozen=True):
     """Ranks that a host has kept since the coordinator was lost.
 
     Attributes:
-        newest: number of the newest generation announced on that host.
-        ranks: number, process id and generation of each living rank.
+        newest: number of the newest generation that was announced on this host.
+        ranks: number, process id and generation of each running rank.
     """
 
     attempt: int
@@ -37,22 +37,22 @@ class Held(Struct, array_like=True, frozen=True):
 
     @property
     def entered(self) -> set[int]:
-        """Ranks that have a state to continue from."""
+        """Numbers of the ranks that have a state to continue from."""
         return {number for number, _, generation in self.ranks if generation >= 0}
 
 
 class Joining(Struct, tag=True, frozen=True):
-    """First message of an agent: its identity, devices and ports.
+    """First message of an agent, with its identity, devices and ports.
 
     Attributes:
         clock_s: the agent's wall clock, in seconds since the Unix epoch.
-        identity: equal for processes with the same kernel and network namespace.
-        address: address of the agent's end of this connection, where other hosts reach it.
-        host: the agent's devices, as JSON of `paceline.cluster.cluster.Host`.
-        port: port at that address where the agent would listen as the coordinator; 0 if it never coordinates.
-        probes_port: port for other hosts' probes until ranks are prepared; 0 if none are answered.
-        again: the agent has lost the coordinator, and meets the other hosts again.
-        held: the ranks that the agent has kept in that case.
+        identity: text that is equal for processes with the same kernel and network namespace.
+        address: address of the agent's end of this connection, at which other hosts can reach the agent.
+        host: devices of the agent, as JSON of `paceline.cluster.cluster.Host`.
+        port: port at this address on which the agent listens in case it becomes the coordinator; 0 if it never does.
+        probes_port: port for probes of other hosts until ranks are prepared; 0 if probes are not answered.
+        again: True if the agent has lost the previous coordinator.
+        held: ranks that the agent has kept since the loss of that coordinator.
     """
 
     number: int
@@ -76,13 +76,13 @@ class Echo(Struct, tag=True, frozen=True):
 
 
 class Looked(Struct, tag=True, frozen=True):
-    """Answer to `Look`: digest by name; "" for a missing file or module."""
+    """Answer to `Look`. The digest of a missing file or module is ""."""
 
     digests: dict[str, str]
 
 
 class Speed(Struct, array_like=True, frozen=True):
-    """Measured link to another host, by its number."""
+    """Measured link to the host with this number."""
 
     number: int
     round_trip_s: float
@@ -90,17 +90,17 @@ class Speed(Struct, array_like=True, frozen=True):
 
 
 class Measured(Struct, tag=True, frozen=True):
-    """Answer to `Measure`, without the hosts that did not answer."""
+    """Answer to `Measure`. Hosts that did not answer are missing."""
 
     speeds: list[Speed]
 
 
 class Ready(Struct, tag=True, frozen=True):
-    """Answer to `Begin`, after the search for the token."""
+    """Answer to `Begin`, after the host has looked for the token."""
 
 
 class Row(Struct, array_like=True, frozen=True):
-    """Rank's process, and its slot of the status board. `idle_ns` is the time since its last mark."""
+    """Process and status of a rank. `idle_ns` is the time since the rank's last mark on the status board."""
 
     rank: int
     pid: int
@@ -120,7 +120,7 @@ class Rows(Struct, tag=True, frozen=True):
 
 
 class Told(Struct, tag=True, frozen=True):
-    """Error record (JSON) or stack traces of a rank; `suffix` is the file's suffix."""
+    """Error record (JSON) or stack traces of a rank. `suffix` is the suffix of the file."""
 
     rank: int
     suffix: str
@@ -128,7 +128,10 @@ class Told(Struct, tag=True, frozen=True):
 
 
 class Ended(Struct, tag=True, frozen=True):
-    """End of a rank, sent after all its files. `oom_kills`: count on its host during the attempt; None if unknown."""
+    """End of a rank, sent after all files of the rank.
+
+    `oom_kills` is the number of kills for lack of memory on the rank's host during the attempt; None if unknown.
+    """
 
     rank: int
     code: int
@@ -136,23 +139,23 @@ class Ended(Struct, tag=True, frozen=True):
 
 
 class Fetch(Struct, tag=True, frozen=True):
-    """Request of a rank for a folder of the coordinator. `path` is relative to the attempt's folder."""
+    """Request for a folder of the coordinator. `path` is relative to the attempt's folder."""
 
     path: str
 
 
 class Interrupted(Struct, tag=True, frozen=True):
-    """Signal that an agent received, for the whole run."""
+    """Signal that an agent received, and that applies to the whole run."""
 
     signal: str
 
 
 class Over(Struct, tag=True, frozen=True):
-    """Answer to `EndAttempt`: no ranks are left."""
+    """Answer to `EndAttempt`, after all ranks of the host have ended."""
 
 
 class Welcome(Struct, tag=True, frozen=True):
-    """Notice that all hosts have connected, with their names in the order of their numbers."""
+    """Notice that all hosts have connected. The names are in the order of host numbers."""
 
     names: list[str]
 
@@ -166,21 +169,21 @@ class Refused(Struct, tag=True, frozen=True):
 
 
 class Probe(Struct, tag=True, frozen=True):
-    """Arbitrary bytes that measure the link."""
+    """Bytes of arbitrary content, sent to measure a link."""
 
     data: bytes
 
 
 class Measure(Struct, tag=True, frozen=True):
-    """Hosts to measure the link to: number, address, port."""
+    """Request to measure the links to hosts, each given as number, address and port."""
 
     targets: list[tuple[int, str, int]]
 
 
 class Look(Struct, tag=True, frozen=True):
-    """Modules, files and folders to compute digests of.
+    """Request to compute digests of modules, files and folders.
 
-    In a folder, only files with one of `suffixes` count; all files if there are none.
+    In a folder, only files with one of `suffixes` count. If `suffixes` is empty, all files count.
     """
 
     modules: list[str]
@@ -189,20 +192,21 @@ class Look(Struct, tag=True, frozen=True):
 
 
 class Begin(Struct, tag=True, frozen=True):
-    """Begin of an attempt; `Put` and `Start` follow.
+    """Order to begin an attempt. Messages of type `Put` and `Start` follow.
 
     Attributes:
-        recovers: the run continues without lost ranks.
-        spares_hosts: the run continues without a lost host if possible.
-        replica_ranks: number of ranks of a replica.
-        places: name of each rank's host.
-        folder: folder that the ranks read and write, by its path on the coordinator.
-        token: random name of a file that the coordinator has created there: a host that sees it shares the folder.
-        folders: folders within it that the ranks expect to exist.
-        host: number of the host.
-        port: port for the ranks' store, as requested; 0 takes a free one.
-        pulse_port: the coordinator's port for this host's `Pulse`; 0 if silence has no consequences.
-        silence_s: seconds of silence after which each side considers the other lost.
+        recovers: True if the run can continue without lost ranks.
+        spares_hosts: True if the run can continue without a lost host.
+        replica_ranks: number of ranks per replica.
+        places: name of the host of each rank.
+        folder: path, on the coordinator, of the folder that the ranks read and write.
+        token: random name of a file that the coordinator has created in the folder. A host that sees this file shares
+            the folder.
+        folders: subfolders that must exist before the ranks start.
+        host: number of the receiving host.
+        port: requested port of the rendezvous store; 0 takes a free port.
+        pulse_port: port of the coordinator for heartbeats (`Pulse`); 0 to send no heartbeats.
+        silence_s: seconds of silence after which each host considers the other host lost.
     """
 
     attempt: int
@@ -222,25 +226,25 @@ class Begin(Struct, tag=True, frozen=True):
     silence_s: float = 0.0
 
     def spares(self, host: str) -> bool:
-        """True if the run can continue without that host.
+        """Return True if the run can continue without the host.
 
-        This is so if some replica has no rank on it.
+        At least one replica must have no rank on the host.
         """
         there = {rank // self.replica_ranks for rank, name in enumerate(self.places) if name == host}
         return self.recovers and len(there) * self.replica_ranks < len(self.places)
 
 
 class Start(Struct, tag=True, frozen=True):
-    """Order to start a rank, with the environment variables of its place."""
+    """Order to start a rank with these environment variables."""
 
     environment: dict[str, str]
 
 
 class Announce(Struct, tag=True, frozen=True):
-    """Generations of the run with their members: the current one, and the newest.
+    """Announcement of the current and the newest generation of the run, with their members.
 
     Attributes:
-        store: where ranks meet from now on; "" if unchanged.
+        store: address of the rendezvous store from now on; "" if unchanged.
     """
 
     current: int
@@ -251,9 +255,9 @@ class Announce(Struct, tag=True, frozen=True):
 
 
 class Adopt(Struct, tag=True, frozen=True):
-    """Transfer of a host's kept ranks to another coordinator.
+    """Order of a new coordinator to continue with the ranks that the host has kept.
 
-    The attributes are those of `Begin`.
+    See `Begin` for the attributes.
     """
 
     host: int
@@ -262,7 +266,7 @@ class Adopt(Struct, tag=True, frozen=True):
 
 
 class Signal(Struct, tag=True, frozen=True):
-    """Signal for a rank; SIGKILL also goes to all processes that it started."""
+    """Signal for a rank. SIGKILL is also sent to all processes that the rank has started."""
 
     rank: int
     number: int
@@ -275,16 +279,16 @@ class Fetched(Struct, tag=True, frozen=True):
 
 
 class EndAttempt(Struct, tag=True, frozen=True):
-    """End of the attempt: ranks that still run are killed."""
+    """Order to end the attempt, and to kill ranks that still run."""
 
 
 class Successor(Struct, array_like=True, frozen=True):
-    """Host that can become the coordinator.
+    """Host that may become the coordinator.
 
     Attributes:
-        port: port where it would listen, at its address; 0 if it never coordinates.
-        host: the host's devices, as in `Joining`.
-        lost: the host is lost, and may come back.
+        port: port at this address on which the host listens; 0 if it never coordinates.
+        host: devices of the host, as in `Joining`.
+        lost: True if the host is lost, and may come back.
     """
 
     name: str
@@ -295,12 +299,12 @@ class Successor(Struct, array_like=True, frozen=True):
 
 
 class Past(Struct, array_like=True, frozen=True):
-    """Losses of a run so far, which decide the ranks to leave out.
+    """Losses of a run so far, from which a coordinator decides which ranks to leave out.
 
     Attributes:
-        losses: by rank, the age of each loss in seconds.
-        left_out: ranks that are not started again.
-        released: the left-out ranks that have left on request.
+        losses: age of each loss in seconds, indexed by rank.
+        left_out: ranks that must not be started again.
+        released: ranks in `left_out` that have left because a user requested it.
     """
 
     losses: dict[int, list[float]] = {}
@@ -309,13 +313,13 @@ class Past(Struct, array_like=True, frozen=True):
 
 
 class Succession(Struct, tag=True, frozen=True):
-    """Hosts of a run that continues if the coordinator is lost.
+    """Hosts with which a run continues after the loss of the coordinator.
 
     Attributes:
         run: directory or URL of the run.
-        first_event: first line of the run's events, by which a host recognizes the directory; "" for a URL.
-        hosts: hosts in the order of their numbers, the coordinator first.
-        past: losses at the time of sending.
+        first_event: first line of the run's event file, by which a host recognizes the directory; "" for a URL.
+        hosts: hosts in the order of their numbers. The coordinator is the first.
+        past: losses of the run at the time of sending.
     """
 
     run: str
@@ -325,11 +329,11 @@ class Succession(Struct, tag=True, frozen=True):
 
 
 class Elsewhere(Struct, tag=True, frozen=True):
-    """Address of the coordinator that took over, for a lost host.
+    """Notice to a lost host that another coordinator has taken over.
 
     Attributes:
-        address: address and port of that coordinator.
-        names: names of the run's hosts, by number.
+        address: address of the new coordinator; `port` is its port.
+        names: names of the run's hosts, in the order of their numbers.
     """
 
     run_name: str
@@ -339,9 +343,9 @@ class Elsewhere(Struct, tag=True, frozen=True):
 
 
 class Dismiss(Struct, tag=True, frozen=True):
-    """Dismissal: the command has ended on host 0 with this exit code.
+    """Notice that the command has ended on host 0, with this exit code.
 
-    With `released`, the run continues without this host.
+    If `released` is true, the run continues without this host instead.
     """
 
     code: int

@@ -1,9 +1,9 @@
 """Commands over several hosts, real or emulated.
 
-Every emulated host except the first has a host process. The host process is forked from the forkserver, and becomes the
-forkserver of its own ranks. Host processes meet at host 0 and are its agents, as on real hosts. The command itself
-coordinates host 0: its ranks and sockets are inside the emulated host, and the command stays outside, where object
-stores can be reached.
+Every emulated host except the first has a host process. This process is forked from the forkserver, and its own fork
+becomes the forkserver of its ranks. Host processes connect to host 0 and are its agents, as on real hosts. The command
+itself is the coordinator on host 0. The ranks and sockets of host 0 are inside the emulated host, but the command stays
+outside, where object stores can be reached.
 """
 
 from __future__ import annotations
@@ -39,22 +39,22 @@ from paceline.storage.url import is_url
 from paceline.text import printable
 from paceline.wire.key import RunKey, default_key_file, key_descriptor, own_key, read_key
 
-_ANSWER_S = 120.0  # for a host to compute digests of its files
-_NAMED = 5  # differences shown in an error
+_ANSWER_S = 120.0  # longest time for a host to compute digests of its files
+_NAMED = 5  # number of differences shown in an error
 _IMPORT_PATH = re.compile(r"(?P<module>[^\n]+\.py|[A-Za-z_][\w.]*):[A-Za-z_][\w.]*")
 
 
 @contextmanager
 def over_hosts() -> Iterator[None]:
-    """Start ranks on all hosts of this run inside the context.
+    """Connect all hosts of this run, so that the context can start ranks on all of them.
 
-    On host 0 the context's body is the command; on the other hosts this process is an agent until the command has ended
-    on host 0. If host 0 is lost in a run that continues without it, the body runs on the next host, with a
-    `Hosts.takeover`.
+    On host 0, the body of the context is the command. On any other host, this process is an agent until the command has
+    ended on host 0. If host 0 is lost and the run can continue without it, the body runs on the next coordinator, and
+    `Hosts.takeover` is set.
 
     Raises:
-        LaunchError: the hosts do not meet.
-        SystemExit: on a host other than 0, with the exit code of host 0.
+        LaunchError: a host does not connect, or cannot take part.
+        SystemExit: with the exit code of host 0, on any other host.
     """
     place = None if current_hosts() else own_engine().hosts()
     if place is None or place.count < 2:
@@ -62,15 +62,15 @@ def over_hosts() -> Iterator[None]:
         return
     key = _key(place)
     with sigterm_as_exit():
-        warm_up()  # the forkserver imports while the hosts meet
+        warm_up()  # the forkserver imports torch while the hosts connect
         yield from _met(place, key)
 
 
 def must_agree(job: Job) -> None:
-    """Refuse hosts whose code or data differs from that of host 0. Does nothing on a single host.
+    """Check that all hosts have the code and data of host 0. Do nothing on a single host.
 
     Raises:
-        LaunchError: code or data differs, or a host does not answer; the text names hosts and files.
+        LaunchError: code or data differs, or a host does not answer. The text names hosts and files.
     """
     hosts = current_hosts()
     if hosts is None:
@@ -78,7 +78,7 @@ def must_agree(job: Job) -> None:
     look = what_to_look_at(job)
     if look in hosts.compared or not look.modules + look.files:
         return
-    if hosts.takeover is not None:  # compared with the previous coordinator already
+    if hosts.takeover is not None:  # the hosts were already compared with the previous coordinator
         hosts.compared.append(look)
         return
     answers = hosts.ask(look, Looked, _ANSWER_S)
@@ -87,7 +87,7 @@ def must_agree(job: Job) -> None:
         more = f" and {len(found) - _NAMED} more" if len(found) > _NAMED else ""
         raise LaunchError(
             "hosts.code_differs",
-            "{found}{more}. Ranks of all hosts need the code and data of host 0 ({host}). Copy them to every host.",
+            "{found}{more}. All hosts need the same code and data as host 0 ({host}). Copy them to every host.",
             found="; ".join(found[:_NAMED]),
             more=more,
             host=hosts.cluster.hosts[0].name,
@@ -96,7 +96,7 @@ def must_agree(job: Job) -> None:
 
 
 def what_to_look_at(job: Job) -> Look:
-    """Modules and files that every host must have a copy of."""
+    """Return the modules and files of which every host needs a copy."""
     texts = set(_texts(job.model_dump(mode="json", exclude_defaults=True)))
     modules = {match["module"] for text in texts if (match := _IMPORT_PATH.fullmatch(text))}
     files = [job.model.hf, job.model.weights]
@@ -109,7 +109,7 @@ def what_to_look_at(job: Job) -> Look:
 
 
 def _texts(value: Any) -> Iterator[str]:
-    """Yield the strings in a job's values, except the arguments of functions."""
+    """Yield the strings in the values of a job, except arguments of functions."""
     if isinstance(value, dict):
         for key, entry in value.items():
             if key != "args":
@@ -122,9 +122,9 @@ def _texts(value: Any) -> Iterator[str]:
 
 
 def _key(place: HostPlace) -> RunKey:
-    """Return the key handed to this host, or else the user's own key.
+    """Return the key that was passed to this host, or the user's own key if there is none.
 
-    The user's key is put into the environment, for the ranks.
+    The path of the user's key is added to the environment for the ranks.
     """
     if (key := own_key()) is not None:
         return key
@@ -132,8 +132,9 @@ def _key(place: HostPlace) -> RunKey:
     if not file.exists():
         raise LaunchError(
             "key.host_without",
-            "{count} hosts need a key, but host {host} has none. `paceline key` creates one in {file}. Copy it to "
-            "the same path on every host, or to any path and set {variable} to the path.",
+            "{count} hosts need a key, but host {host} has none. `paceline key` creates one in {file}. "
+            "Copy the file to the same path on every host, or to another path and set {variable} to that "
+            "path.",
             count=place.count,
             host=place.name,
             file=file,
@@ -163,15 +164,16 @@ def _hosts(place: HostPlace, key: RunKey) -> Hosts:
     while True:
         try:
             return _served(now, key) if now.number else gathered(now, key)
-        except GoesOnElsewhere as told:  # this host was lost and restarted
+        except GoesOnElsewhere as told:  # this host was lost and restarted, and has found a new coordinator
             print(printable(f"paceline: {told}"), file=sys.stderr, flush=True)
             now = told.place_of(place)
 
 
 def _returns(hosts: Hosts, place: HostPlace) -> Readmission:
-    """Open a meeting place for hosts that come back.
+    """Make the context that readmits hosts that come back.
 
-    Hosts that were started with another coordinator's address must be notified of this coordinator's address.
+    After a takeover, restarted hosts only know the address of the lost coordinator. They must be notified of this
+    coordinator's address.
     """
     assert hosts.meeting is not None
     if hosts.takeover is None:
@@ -181,7 +183,7 @@ def _returns(hosts: Hosts, place: HostPlace) -> Readmission:
 
 
 def _served(place: HostPlace, key: RunKey) -> Hosts:
-    """Serve host 0 until it is lost; return the hosts that this host coordinates then.
+    """Serve host 0 until it is lost; return the hosts that this host then coordinates.
 
     Raises:
         SystemExit: with the exit code of host 0.
@@ -207,16 +209,16 @@ def _served(place: HostPlace, key: RunKey) -> Hosts:
 
 
 _TICK_S = 0.02
-_START_S = 300.0  # for the forkserver to import torch
-_DISMISSED_S = 10.0  # for a dismissed host process to end
-_HANG_UP_S = 5.0  # from SIGHUP to SIGKILL, for a host process that does not receive messages
+_START_S = 300.0  # longest time for the forkserver to import torch
+_DISMISSED_S = 10.0  # longest time for a dismissed host process to end
+_HANG_UP_S = 5.0  # time from SIGHUP to SIGKILL, for a host process that messages do not reach
 
 
 @contextmanager
 def host_processes(cluster: Cluster, emulated: Sequence[EmulatedHost]) -> Iterator[None]:
-    """Coordinate the host processes of emulated hosts inside the context.
+    """Start the host processes of emulated hosts, and coordinate them inside the context.
 
-    A single host needs none.
+    A single emulated host needs no host process.
 
     Raises:
         LaunchError: a host process cannot be started, or does not connect.
@@ -224,7 +226,7 @@ def host_processes(cluster: Cluster, emulated: Sequence[EmulatedHost]) -> Iterat
     if len(emulated) == 1:
         yield
         return
-    warm_up(__name__)  # the host processes then share it
+    warm_up(__name__)  # the host processes then share this forkserver
     first, key = emulated[0], RunKey.make()
     meeting = inside(first.namespace, lambda: Meeting(first.address, 0, key))
     place = HostPlace(0, len(emulated), *meeting.address, first.name, EMULATED)
@@ -245,15 +247,15 @@ def host_processes(cluster: Cluster, emulated: Sequence[EmulatedHost]) -> Iterat
 
 
 def be_host_process(_: list[str]) -> None:
-    """Serve host 0 as the emulated host of this process."""
+    """Run this process as the agent of its emulated host."""
     environment, key = RankEnvironment.from_env(), own_key()
     assert environment.host is not None
     assert key is not None
     if why_not() is None:
         from paceline.elastic.rank import split_off
 
-        split_off()  # before anything here starts a thread
-    signal.signal(signal.SIGHUP, lambda *_: sys.exit())  # from the coordinator, if the link to it is cut
+        split_off()  # called before this process starts a thread
+    signal.signal(signal.SIGHUP, lambda *_: sys.exit())  # the coordinator sends SIGHUP if the link to this host is cut
     name, number = environment.host.name, environment.rank
     where = environment.master_address, environment.master_port
     coordinator = joined(HostPlace(number, environment.world_size, *where, name, EMULATED), key)
@@ -265,9 +267,9 @@ def be_host_process(_: list[str]) -> None:
 def _started(
     place: HostPlace, emulated: Sequence[EmulatedHost], key: RunKey
 ) -> Iterator[tuple[list[StartedRank], Callable[[int], None]]]:
-    """Start the host processes; return them and a function that starts another.
+    """Start the host processes; yield them and a function that starts another host process.
 
-    All of them are ended when the context exits.
+    All host processes are ended when the context exits.
     """
     processes: list[StartedRank] = []
     with scratch_folder() as folder:
@@ -312,7 +314,7 @@ def _check(processes: Sequence[StartedRank]) -> None:
 
 
 def _forget_ended(processes: list[StartedRank]) -> None:
-    """Forget host processes that have ended, so that zombies and descriptors do not accumulate."""
+    """Drop host processes that have ended, so that zombies and descriptors do not accumulate."""
     for process in [process for process in processes if process.has_ended]:
         process.note_end()
         processes.remove(process)

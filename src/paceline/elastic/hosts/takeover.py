@@ -1,9 +1,9 @@
-"""Takeover when the coordinator of a run is lost, and hosts that come back.
+"""Takeover after the loss of a run's coordinator, and readmission of lost hosts.
 
-The remaining hosts meet at the reachable host with the lowest number. That host numbers them from 0 and runs the
-command as host 0 did. If the run recovers in place, hosts have kept their ranks, which begin the next generation first
-(`NextGeneration`); otherwise the run continues from its newest checkpoint. At least half of the hosts must be there. If
-the lost host still runs with the other half, the lock of the run directory decides which half trains
+The remaining hosts connect to the reachable host with the lowest number. This host numbers the hosts from 0, and runs
+the command in place of host 0. If the run recovers in place, hosts have kept their ranks, which first begin the next
+generation (`NextGeneration`). Otherwise the run continues from its newest checkpoint. At least half of the hosts must
+be present. If the lost host still runs with the other half, the lock of the run directory decides which half trains
 (`elastic/leadership.py`).
 """
 
@@ -56,16 +56,16 @@ from paceline.wire.connection import HANDSHAKE_S, Connection, connect
 from paceline.wire.key import RunKey
 from paceline.wire.status import Generation
 
-MEET_S = 20.0  # for the other hosts to connect; a host whose ranks cannot continue ends them first
-_ASK_S, _ASK_AGAIN_S = 0.25, 1.0  # until missing hosts are probed
+MEET_S = 20.0  # longest time for the other hosts to connect; a host whose ranks cannot continue first ends these ranks
+_ASK_S, _ASK_AGAIN_S = 0.25, 1.0  # seconds until missing hosts are probed, and between two probes
 _UNREACHABLE = (errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN, errno.EHOSTDOWN)
 _FIRST_EVENT_BYTES = 4096
 
 
 def tell_successors(hosts: Hosts, run: str | Path) -> None:
-    """Send the other hosts the data with which they can continue a run.
+    """Send the other hosts the data that they need to continue a run.
 
-    If the run has a local directory, its events file must already have its first line.
+    If the run has a local directory, the first line of its event file must already exist.
     """
     own, *others = hosts.cluster.hosts
     port = hosts.meeting.address[1] if hosts.meeting else 0
@@ -79,10 +79,10 @@ def tell_successors(hosts: Hosts, run: str | Path) -> None:
 
 
 def met_again(place: HostPlace, key: RunKey, before: Coordinator) -> Hosts | Coordinator:
-    """Meet the remaining hosts; return them if this host coordinates, else the new coordinator.
+    """Gather the remaining hosts; return the hosts if this host coordinates, otherwise the new coordinator.
 
     Raises:
-        LaunchError: too few hosts have met, or the run cannot be continued here.
+        LaunchError: too few hosts are present, or the run cannot continue on this host.
     """
     succession = before.succession
     assert succession is not None
@@ -92,7 +92,7 @@ def met_again(place: HostPlace, key: RunKey, before: Coordinator) -> Hosts | Coo
     if not numbers:
         raise LaunchError(
             "hosts.lost_before_joining",
-            "{lost} is lost, and host {host} had not joined this run yet",
+            "{lost} was lost before host {host} had joined this run",
             lost=before.who,
             host=place.name,
         )
@@ -108,7 +108,7 @@ def met_again(place: HostPlace, key: RunKey, before: Coordinator) -> Hosts | Coo
 
 
 def coordinator_at(place: HostPlace, key: RunKey, before: Coordinator) -> Coordinator | None:
-    """Wait for the host that may coordinate; return None if it is lost, too."""
+    """Connect to the host that may coordinate; return None if that host is lost as well."""
     try:
         connection = _reached((place.coordinator, place.port), key)
         held = before.attempt.held() if before.attempt else None
@@ -122,7 +122,7 @@ def coordinator_at(place: HostPlace, key: RunKey, before: Coordinator) -> Coordi
 
 
 def is_known_to_have_ended(before: Coordinator, key: RunKey) -> bool:
-    """True if the coordinating process has ended, and is not only behind a cut network."""
+    """Return True if the coordinator's process has ended, and is not only behind a cut network."""
     assert before.succession is not None
     first = before.succession.hosts[0]
     return not before.silent and first.port != 0 and _absence(first, key) == "ended"
@@ -144,7 +144,7 @@ def _reached(where: tuple[str, int], key: RunKey) -> Connection:
 
 
 def _coordinated(place: HostPlace, key: RunKey, before: Coordinator, succession: Succession, meeting: Meeting) -> Hosts:
-    """Gather the hosts that connect to this host."""
+    """Gather the hosts that connect to this host, which coordinates."""
     there = succession.hosts[place.number]
     links: dict[int, Link] = {}
     try:
@@ -168,7 +168,7 @@ def _coordinated(place: HostPlace, key: RunKey, before: Coordinator, succession:
         has_ended = partial(is_known_to_have_ended, before, key)
         try:
             next_generation = begin_next_generation(hosts, Path(succession.run), attempt, has_ended)
-        except BaseException as error:  # another process trains in that directory
+        except BaseException as error:  # another process trains in the run directory
             hosts.dismiss(exit_code_of(error))
             raise
     hosts.takeover = Takeover(succession.run, before.who, by, next_generation)
@@ -191,9 +191,9 @@ def _add_lost(hosts: Hosts, succession: Succession, before: Coordinator) -> None
 
 
 def noted_lost(run: str) -> set[str]:
-    """Names of the hosts whose loss, but not their return, is in a run's record.
+    """Return the names of the hosts that are lost according to the record of a run.
 
-    The coordinator may have been lost after writing the record and before notifying the others.
+    The coordinator may have been lost after it recorded a loss, but before it notified the other hosts.
     """
     lost: set[str] = set()
     with suppress(OSError):
@@ -215,10 +215,10 @@ def _older(past: Past, by_s: float) -> Past:
 def await_others(
     place: HostPlace, key: RunKey, meeting: Meeting, links: dict[int, Link], before: Coordinator, hosts: list[Successor]
 ) -> None:
-    """Accept hosts until all higher numbers have connected, or the time is over.
+    """Accept hosts until all hosts with higher numbers have connected, or the time limit has passed.
 
-    Hosts that were lost before, or have ended, are not awaited. Once enough hosts have connected, the others get twice
-    the limit of silence: they may have lost the coordinator later.
+    This does not wait for hosts that were lost earlier or have ended. Once enough hosts have connected, the remaining
+    hosts get twice the limit of silence to connect, because they may have noticed the loss later.
     """
     began, least_s, ask_s = time.monotonic(), 2 * silence_limit_s(), _ASK_S
     awaited = {number for number, host in enumerate(hosts) if number > place.number and not host.lost}
@@ -244,21 +244,21 @@ def _told(answer: Future[str] | None) -> str:
 
 
 def _are_enough(place: HostPlace, links: dict[int, Link], before: Coordinator, hosts: list[Successor]) -> bool:
-    """True if the run can continue with these hosts and the ranks that they kept."""
+    """Return True if the run can continue with these hosts and the ranks that they have kept."""
     has_replica = before.attempt is None or bool(whole_replicas(before.attempt, [*links.values()]))
     return has_replica and is_quorum(len({place.number, *links}), sum(not host.lost for host in hosts))
 
 
 def _absence(host: Successor, key: RunKey) -> str:
-    """Reason why a host is absent; "" if it may be present.
+    """Return the reason why a host is absent, or "" if it may be present.
 
-    "ended" if its kernel reports that the process has ended, or "silent".
+    The reason is "ended" if the host's kernel reports that the process has ended, or "silent".
     """
     try:
         connect((host.address, host.port), key, ToHost, deadline_s=HANDSHAKE_S, stopped=lambda: True).close()
     except DeadlineError as error:
         return _why_absent(error)
-    except ChannelError:  # the process of another run
+    except ChannelError:  # a process of another run has answered
         return "ended"
     return ""
 
@@ -271,7 +271,7 @@ def _why_absent(error: DeadlineError) -> str:
 
 
 def _kept(attempt: AgentAttempt | None, links: list[Link]) -> AgentAttempt | None:
-    """Return this host's attempt if a whole replica lives; end the ranks of other replicas."""
+    """Return this host's attempt if its ranks can continue, otherwise None; end all ranks that cannot continue."""
     same = [link for link in links if link.held and attempt and link.held.attempt == attempt.begin.attempt]
     if attempt is not None and not whole_replicas(attempt, same):
         attempt.end()
@@ -285,15 +285,15 @@ def _kept(attempt: AgentAttempt | None, links: list[Link]) -> AgentAttempt | Non
 
 
 def _must_be_enough(place: HostPlace, links: dict[int, Link], before: Coordinator, succession: Succession) -> None:
-    """Raise LaunchError unless at least half of the hosts are present."""
+    """Raise LaunchError if fewer than half of the hosts are present."""
     there, count = sorted({place.number, *links}), sum(not host.lost for host in succession.hosts)
     if not is_quorum(len(there), count):
         found = ", ".join(f"{succession.hosts[number].name} (number {number})" for number in there)
         raise LaunchError(
             "hosts.too_few_met",
-            "{lost} is lost, and only {met} of {count} hosts have met: {found}. At least half of the hosts must "
-            "meet; otherwise, both halves of a divided network could train the same run. This run stops. Saved "
-            "checkpoints stay: continue with --resume.",
+            "{lost} is lost, and only {met} of {count} hosts are connected: {found}. At least half of the "
+            "hosts must be connected, because otherwise both halves of a divided network could train the "
+            "same run. This run stops. Saved checkpoints are kept: continue with --resume.",
             lost=before.who,
             met=len(there),
             count=count,
@@ -346,10 +346,11 @@ def _say(text: str) -> None:
 def begin_next_generation(hosts: Hosts, run: Path, kept: AgentAttempt, has_ended: Callable[[], bool]) -> NextGeneration:
     """Begin the next generation of a run with the ranks that hosts have kept.
 
-    Its members are the remaining whole replicas. It has no members if there are too few hosts.
+    The members of the generation are the remaining whole replicas. If there are too few hosts, the generation has no
+    members.
 
     Args:
-        kept: the attempt on this host, which coordinates.
+        kept: attempt on this host, which coordinates.
         has_ended: as in `RunLock`.
 
     Raises:
@@ -357,9 +358,9 @@ def begin_next_generation(hosts: Hosts, run: Path, kept: AgentAttempt, has_ended
     """
     places = _places(hosts, kept)
     with ExitStack() as made:
-        # the holder of the lock decides
+        # the lock decides which host may continue
         lock = made.enter_context(RunLock(run, _say, succeeds=True, has_ended=has_ended))
-        # on this host, but not inside it: lost hosts may come back
+        # the store listens at the address of this host, which lost hosts can reach when they come back
         meet_at = [_own_place(hosts), *places]
         meeting = made.enter_context(rendezvous(meet_at, kept.scratch, kept.begin.port or None, hosts.key))
         held = [kept.held(), *(link.held for link in hosts.links if link.held)]
@@ -375,7 +376,7 @@ def begin_next_generation(hosts: Hosts, run: Path, kept: AgentAttempt, has_ended
 
 
 def whole_replicas(kept: AgentAttempt, links: Sequence[Link]) -> set[int]:
-    """Living ranks, on all hosts, that belong to a whole replica."""
+    """Return the running ranks on all hosts that belong to a whole replica."""
     ranks = {rank for held in (kept.held(), *(link.held for link in links)) if held for rank in held.entered}
     return Membership(len(kept.begin.places), replica_size=kept.begin.replica_ranks).whole(ranks)
 
@@ -400,25 +401,26 @@ def _own_place(hosts: Hosts) -> RankPlace:
     return RankPlace(0, 1, hosts.address, interface_of(hosts.address) or "lo")
 
 
-_NOTED_S = 10.0  # for this process to notice the loss of a host that is already back
+_NOTED_S = 10.0  # longest time for this process to notice the loss of a host that has already come back
 _LOOKED_S = 120.0
-_CALL_S = 1.0  # between two calls of lost hosts, and the timeout of a call
+_CALL_S = 1.0  # seconds between two calls to lost hosts, and timeout of a call
 
 
 class Readmission:
-    """Meeting place for lost hosts. As a context manager, it listens inside the block.
+    """Context manager that readmits lost hosts inside its block.
 
-    A host is refused if it was not lost or was lost too often, if its name, version, clock or data differ from those of
-    the lost host, or if it has fewer devices. It receives the reason, and the run continues.
+    A host is refused if it was not lost, or was lost too often. A host is also refused if its name, version, clock or
+    data differ from the lost host, or if it has fewer devices. The refused host receives the reason, and the run
+    continues.
 
     Args:
-        place: place of this host, which coordinates.
-        meeting: where lost hosts connect; it is closed at the end.
-        revive: restarts a host's host process; None if paceline does not start it.
-        calls: restarted hosts must be notified that this host coordinates.
+        place: launch place of this host, which coordinates.
+        meeting: listener to which lost hosts connect. The context closes it at the end.
+        revive: function that restarts the host process of a host; None if paceline does not start host processes.
+        calls: True if restarted hosts must be notified that this host coordinates.
 
     Attributes:
-        at_work: the connection of the host that is being checked, or None.
+        at_work: connection of the host that is being checked, or None.
     """
 
     def __init__(
@@ -450,7 +452,7 @@ class Readmission:
             connection.end()
         self._thread.join()
         self._meeting.close()
-        for link in self.returns.back():  # too late: they are dismissed with the others
+        for link in self.returns.back():  # these hosts came too late, and are dismissed together with all other hosts
             self.hosts.replace(link)
 
     def _run(self) -> None:
@@ -462,7 +464,7 @@ class Readmission:
                 self._take(connection)
             except LaunchError as error:
                 _say(f"a host that came during the run was sent away: {error}")
-            except (OSError, PacelineError, SystemExit) as error:  # a signal came to it meanwhile
+            except (OSError, PacelineError, SystemExit) as error:  # SystemExit means that the host received a signal
                 connection.close()
                 if not self._closing.is_set():
                     _say(f"a host that came back is lost again: {error}")
@@ -470,24 +472,24 @@ class Readmission:
     def _next(self) -> Connection | None:
         """Wait for the next host.
 
-        Lost hosts are called meanwhile, if they must be notified.
+        While it waits, this method notifies lost hosts of the new coordinator, if they need it.
         """
         while True:
             try:
                 return self._meeting.came.get(timeout=self._call_s)
             except queue.Empty:
-                # left-out hosts are called as well, and are refused here
+                # hosts that are left out are notified as well, and are refused when they connect
                 for number in sorted({*self.returns.expected.copy(), *self.returns.left_out.copy()}):
                     if (link := self.hosts.links[number - 1]).address:
                         self._call(link)
 
     def _call(self, link: Link) -> None:
-        """Send a lost host, which may have been restarted, the address where the run continues."""
-        with suppress(OSError, PacelineError):  # it does not run
+        """Send the address where the run continues to a lost host, which may have been restarted."""
+        with suppress(OSError, PacelineError):  # the host process does not run
             where = link.address, self._place.port
             with closing(connect(where, self.hosts.key, ToHost, deadline_s=_CALL_S)) as connection:
                 connection.send(self._elsewhere())
-                connection.receive(_CALL_S)  # it closes the connection
+                connection.receive(_CALL_S)  # wait until the other end closes the connection
 
     def _elsewhere(self) -> Elsewhere:
         names = [host.name for host in self.hosts.cluster.hosts]
@@ -497,12 +499,13 @@ class Readmission:
         """Accept a host, or refuse it.
 
         Raises:
-            LaunchError: the host does not match the lost one.
+            LaunchError: the host does not match the lost host.
         """
         found: dict[int, Link] = {}
         take(self._place, connection, found)
         for link in found.values():
-            if link.meets_again:  # too late: it connects again, without its kept ranks
+            # the host came too late to continue with its kept ranks, and must connect again without them
+            if link.meets_again:
                 link.send(self._elsewhere())
                 link.connection.close()
                 return
@@ -520,19 +523,20 @@ class Readmission:
             self.returns.take_in(link)
 
     def _unexpected(self, link: Link) -> str:
-        """Reason why a host cannot be a lost one; "" for a lost host."""
+        """Return the reason why a host with this number is not expected; "" if the host is expected."""
         until = time.monotonic() + _NOTED_S
         while link.number not in self.returns.expected:
             if why := self.returns.left_out.get(link.number):
                 return f"{link.who} {why}"
-            absent = isinstance(self._before(link), AbsentLink)  # the run may still be starting
+            # the run may still be starting, and may expect this host soon
+            absent = isinstance(self._before(link), AbsentLink)
             if (not absent and time.monotonic() > until) or self._closing.is_set():
                 return f"two hosts have the number {link.number}: {self._before(link).name} is there."
             time.sleep(0.05)
         return ""
 
     def _other(self, link: Link) -> str:
-        """Reason why a host is not the lost one; "" if it is."""
+        """Return the reason why a host does not match the lost host, or "" if it does."""
         before = self._before(link)
         if isinstance(before, AbsentLink):
             before = link

@@ -1,6 +1,7 @@
 """Submission of runs to a cluster's scheduler (`paceline submit`).
 
-Read `scheduler.py` first: the protocol of a scheduler. `slurm.py` is the shortest complete one.
+Read `scheduler.py` first, which defines the interface of a scheduler. `slurm.py` is the shortest complete
+implementation.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ SCHEDULERS: dict[str, type[Scheduler]] = {kind.name: kind for kind in (Slurm, Ra
 
 
 def scheduler_named(name: str) -> Scheduler:
-    """Return the scheduler with this name. Raise LaunchError if there is none."""
+    """Return the scheduler with this name. Raise LaunchError if the name is unknown."""
     if name not in SCHEDULERS:
         raise LaunchError(
             "submit.scheduler_unknown",

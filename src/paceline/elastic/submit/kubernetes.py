@@ -1,6 +1,6 @@
-"""Kubernetes: manifests that kubectl creates, watches and deletes.
+"""Kubernetes: manifests of a run, which kubectl creates, monitors and deletes.
 
-A run is a TrainJob of Kubeflow, a JobSet, or an indexed Job with its service.
+A run is a TrainJob of Kubeflow, a JobSet, or an indexed Job with a service.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from paceline.wire.key import RunKey
 _ADVICE = "Install kubectl, and check with `kubectl get nodes` that it reaches your cluster."
 _POLL_S = 5.0
 _KEY_SHOWN = "(the run's key, made when it is submitted)"
-_PHASES = {"Complete": "done", "Completed": "done", "Failed": "failed"}  # of conditions
+_PHASES = {"Complete": "done", "Completed": "done", "Failed": "failed"}  # phase of a run by the type of its condition
 
 
 class Kubernetes(Scheduler):
-    """Cluster that kubectl reaches. A run is a TrainJob, or else a JobSet, or else an indexed Job."""
+    """Kubernetes cluster, used through kubectl. A run is a TrainJob, a JobSet or an indexed Job."""
 
     name = "kubernetes"
     options: ClassVar = {
@@ -72,7 +72,7 @@ class Kubernetes(Scheduler):
         )
         raise LaunchError(
             "submit.kind_unsupported",
-            "the cluster has no {wanted} (no {kinds} in `kubectl api-versions`). {have}",
+            "the cluster does not support a {wanted}: `kubectl api-versions` does not list {kinds}. {have}",
             wanted=wanted or "job",
             kinds=KINDS[wanted or "job"],
             have=have,
@@ -81,7 +81,7 @@ class Kubernetes(Scheduler):
     def submit(self, request: Request) -> str:
         kind = self._kind(request)
         key = RunKey.make().to_pem().decode()
-        # by standard input, which hides the key from other users
+        # passed on standard input, which hides the key from other users
         ask(["kubectl", "create", "-f", "-"], _ADVICE, text=as_yaml(manifests(kind, request, key)))
         return f"{kind}/{request.name}"
 
@@ -133,7 +133,7 @@ def _state_of(status: dict[str, Any]) -> State:
         if condition.get("status") == "True" and (phase := _PHASES.get(condition.get("type", ""))):
             note = "" if phase == "done" else str(condition.get("message", ""))
             return State("done" if phase == "done" else "failed", note=note)
-    # a JobSet's and a TrainJob's jobs; a Job counts its own pods
+    # a JobSet and a TrainJob list their jobs, and a Job counts its own pods
     parts = [status, *(status.get("replicatedJobsStatus") or []), *(status.get("jobsStatus") or [])]
     running = any(part.get("ready") or part.get("active") for part in parts)
     return State("running" if running else "queued")
@@ -141,23 +141,23 @@ def _state_of(status: dict[str, Any]) -> State:
 
 Manifest = dict[str, Any]
 
-# The API group and version that each kind needs.
+# the API group and version of each kind
 KINDS = {"trainjob": "trainer.kubeflow.org/v1alpha1", "jobset": "jobset.x-k8s.io/v1alpha2", "job": "batch/v1"}
 NAME_LABEL = "app.kubernetes.io/instance"
-_PORT = 29_600  # each pod has a network of its own
-_SECRETS = "/etc/paceline"  # the job file and the run's key
-RUNS = "/runs"  # mount path of the claim
-_GRACE_S = 120  # after SIGTERM, for the last step and a checkpoint
-_RESTARTS = 3  # restarts of a failed run; preemptions and evictions do not count
+_PORT = 29_600  # the same port for all runs, because each pod has its own network
+_SECRETS = "/etc/paceline"  # mount path of the job file and the run's key
+RUNS = "/runs"  # mount path of the volume claim
+_GRACE_S = 120  # seconds after SIGTERM for the last step and a checkpoint
+_RESTARTS = 3  # restarts allowed for a failed run; preemptions and evictions do not count
 _STOPPED = [130, 143]  # exit codes of a run that saved after SIGINT or SIGTERM
 _WRONG_COMMAND = 2
 
 
 def manifests(kind: str, request: Request, key: str) -> list[Manifest]:
-    """Make the Secret with job file and key, and the objects of a kind.
+    """Make the manifests of a run: a Secret with the job file and the key, and the objects of the given kind.
 
     Raises:
-        LaunchError: an option is missing, or the run's directory would be lost with its pod.
+        LaunchError: an option is missing, or the run's directory would be deleted together with its pod.
     """
     if "image" not in request.options:
         raise LaunchError(
@@ -228,9 +228,9 @@ def _train_job(request: Request) -> list[Manifest]:
 
 
 def _job_set(request: Request) -> list[Manifest]:
-    """Make a JobSet: when one pod fails, all restart together."""
+    """Make a JobSet, which restarts all pods together when one pod fails."""
     job = _job_spec(request, coordinator=f"{request.name}-host-0-0.{request.name}", backoff=0)
-    # A job that fails by its policy was stopped on purpose; the reason marks this for the JobSet.
+    # The failure policy ends a job only after a preemption or a stop signal. The job's failure reason tells the JobSet.
     stopped = {"onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}
     job["podFailurePolicy"] = {
         "rules": [{"action": "FailJob", **stopped}, {"action": "FailJob", "onExitCodes": _exit_codes(_STOPPED)}]
@@ -316,14 +316,15 @@ def _command(request: Request) -> list[str]:
 def _resources(request: Request) -> Manifest:
     names = {"cpus": "cpu", "memory": "memory", "gpus": request.options.get("gpu-resource", "nvidia.com/gpu")}
     asked = {resource: request.options[name] for name, resource in names.items() if name in request.options}
-    return {"requests": asked, "limits": dict(asked)} if asked else {}  # the same object twice becomes an anchor
+    # YAML would write the second use of the same object as an alias
+    return {"requests": asked, "limits": dict(asked)} if asked else {}
 
 
 def _user(request: Request) -> Manifest:
-    """User id of the containers; the Secret is mounted with the same group id.
+    """Return the security settings for the user id of the containers. The Secret is mounted with the same group id.
 
     Raises:
-        LaunchError: the option is not a user id.
+        LaunchError: the `user` option is not a valid user id.
     """
     if (text := request.options.get("user")) is None:
         return {}
@@ -341,7 +342,7 @@ def _user(request: Request) -> Manifest:
 def _volumes(request: Request) -> list[Manifest]:
     volumes: list[Manifest] = [
         {"name": "paceline", "secret": {"secretName": request.name, "defaultMode": 0o400}},
-        {"name": "shm", "emptyDir": {"medium": "Memory"}},  # a container's default is 64 MiB
+        {"name": "shm", "emptyDir": {"medium": "Memory"}},  # the default size in a container is only 64 MiB
     ]
     if claim := request.options.get("claim"):
         volumes.append({"name": "runs", "persistentVolumeClaim": {"claimName": claim}})

@@ -1,7 +1,7 @@
-"""Ray: a job on a running cluster, and its driver with an actor per host.
+"""Ray: a job on a running cluster, whose driver starts one actor per host.
 
-`python -m paceline.elastic.submit.ray --num-hosts 2 -- train job.yaml …` is the driver inside the job.
-When a host is lost, the other hosts end. All start again from the newest checkpoint once there are enough hosts.
+The driver inside the job is `python -m paceline.elastic.submit.ray --num-hosts 2 -- train job.yaml …`. When a host is
+lost, the other hosts end. Once enough hosts are available, all hosts start again from the newest checkpoint.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from paceline.wire.key import RunKey, key_descriptor
 
 _ADVICE = 'Install it: pip install "ray[default]", of the version that the cluster has.'
 _ADDRESS = ("RAY_API_SERVER_ADDRESS", "RAY_ADDRESS")
-_STOP_S = 120  # after SIGTERM, for the last step and a checkpoint; Ray's default is 3 s
+_STOP_S = 120  # seconds after SIGTERM for the last step and a checkpoint; Ray's default is 3 s
 _POLL_S = 2.0
 _PHASES: dict[str, Phase] = {
     "PENDING": "queued",
@@ -79,7 +79,7 @@ class Ray(Scheduler):
             if not key.startswith("/"):
                 raise LaunchError(
                     "submit.key_not_absolute",
-                    "--scheduler-option key={key}: give the absolute path of the file on the hosts",
+                    "--scheduler-option key={key}: give the absolute path of the key file on the hosts",
                     key=key[:80],
                 )
             driver += ["--key", key]
@@ -121,16 +121,16 @@ def _address(given: str | None) -> list[str]:
     if not any(os.environ.get(name) for name in _ADDRESS):
         raise LaunchError(
             "submit.ray_address_missing",
-            "name the Ray cluster: --scheduler-option address=http://HEAD:8265, or RAY_ADDRESS. paceline does not "
-            "start one; `ray start --head` does.",
+            "the address of the Ray cluster is missing. Set --scheduler-option address=http://HEAD:8265, "
+            "or RAY_ADDRESS. paceline does not start a cluster; use `ray start --head`.",
         )
     return []
 
 
-_MOST_LOST = 20  # lost hosts in a row, after which the run fails
-_PLACED_S = 1_800.0  # time in which enough hosts must be available
+_MOST_LOST = 20  # number of attempts with a lost host after which the run fails
+_PLACED_S = 1_800.0  # longest wait until enough hosts are available
 _TOLD_EVERY_S = 30.0
-_OTHERS_END_S = 120.0  # after the first host process has ended
+_OTHERS_END_S = 120.0  # time for the other host processes to end after the first has ended
 _BECOME = "--become"
 
 
@@ -147,7 +147,7 @@ def main(arguments: list[str]) -> int:
     wanted = parser.parse_args(arguments)
     import ray
 
-    ray.init(address="auto")  # connects to the cluster of this job; no cluster is started
+    ray.init(address="auto")  # connects to the cluster of this job, and does not start a cluster
     if wanted.num_hosts > 1 and wanted.key is None and os.environ.get("RAY_USE_TLS") != "1":
         _say(
             "note: Ray hands the run's key to its actors in plaintext. RAY_USE_TLS=1 encrypts what Ray sends; "
@@ -174,7 +174,7 @@ def _until_no_host_is_lost(wanted: argparse.Namespace, stop: StopSignals) -> int
         _say(f"Ray has lost host {lost}; starting again from the newest checkpoint")
     raise LaunchError(
         "submit.hosts_lost",
-        "hosts were lost {times} times. The logs of the cluster may contain the cause.",
+        "a host was lost in each of {times} attempts. The logs of the cluster may show the cause.",
         times=_MOST_LOST,
     )
 
@@ -210,7 +210,10 @@ def _await_hosts(group: Any, hosts: int, resources: dict[str, int], stop: StopSi
             raise stopped_before(f"there were {what}", stop.first)
         if now - begun > _PLACED_S:
             raise LaunchError(
-                "submit.ray_timeout", "waited {waited_s:.0f} s for {what}", waited_s=now - begun, what=what
+                "submit.ray_timeout",
+                "gave up after waiting {waited_s:.0f} s for {what}",
+                waited_s=now - begun,
+                what=what,
             )
         if now - told > _TOLD_EVERY_S:
             told = now
@@ -218,7 +221,7 @@ def _await_hosts(group: Any, hosts: int, resources: dict[str, int], stop: StopSi
 
 
 def _run(actors: list[Any], wanted: argparse.Namespace, stop: StopSignals) -> list[int | None]:
-    """Run the hosts' processes; return their exit codes, with None for a lost host."""
+    """Run the host processes; return their exit codes, with None for a lost host."""
     import ray
 
     key = None if wanted.key else RunKey.make().to_pem()
@@ -240,7 +243,7 @@ def _run(actors: list[Any], wanted: argparse.Namespace, stop: StopSignals) -> li
             number = waiting.pop(ref)
             try:
                 codes[number] = ray.get(ref)
-            except ray.exceptions.RayActorError:  # the other hosts lose it, and end
+            except ray.exceptions.RayActorError:  # the other hosts lose this host, and end
                 codes[number] = None
             until = min(until, time.monotonic() + _OTHERS_END_S)
         if stop.first and not stopped:
@@ -252,14 +255,14 @@ def _run(actors: list[Any], wanted: argparse.Namespace, stop: StopSignals) -> li
 
 
 class HostActor:
-    """Actor of one host, which runs the host process."""
+    """Ray actor that runs the host process of one host."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
         self._stopped = False
 
     def address(self) -> tuple[str, int]:
-        """This host's address in the cluster, and a free port on it."""
+        """Return the address of this host in the cluster, and a free port at this address."""
         import ray
 
         address = ray.util.get_node_ip_address()
@@ -272,7 +275,7 @@ class HostActor:
         """Run the host process until it ends; return its exit code.
 
         Args:
-            key_pem: the run's key; None if the environment names its file.
+            key_pem: the run's key; None if the environment names a key file.
         """
         inherited = {name: value for name, value in os.environ.items() if name not in ("OMP_NUM_THREADS", KEY_FILE)}
         keys = [] if key_pem is None else [key_descriptor(RunKey.from_pem(key_pem))]
@@ -292,7 +295,7 @@ class HostActor:
         return code if code >= 0 else 128 - code
 
     def stop(self) -> None:
-        """Ask the host process to save and end."""
+        """Ask the host process to save a checkpoint and end."""
         self._stopped = True
         if self._process is not None:
             with suppress(ProcessLookupError):
@@ -300,7 +303,7 @@ class HostActor:
 
 
 def _become(command: list[str]) -> None:
-    """Become the host process, which gets a signal to end when its actor dies."""
+    """Replace this process with the host process, which receives SIGTERM when its actor dies."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
     os.execv(sys.executable, [sys.executable, "-m", "paceline", *command])
 

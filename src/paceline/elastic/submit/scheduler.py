@@ -1,4 +1,4 @@
-"""Schedulers: the common interface to Slurm, Ray, Kubernetes and SkyPilot."""
+"""Common interface to the schedulers Slurm, Ray, Kubernetes and SkyPilot."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from paceline.text import nearest, printable
 
 Phase = Literal["queued", "running", "done", "failed", "cancelled", "unknown"]
 ENDED: frozenset[Phase] = frozenset(("done", "failed", "cancelled"))
-_EXIT_CODES: dict[Phase, int] = {"done": 0, "cancelled": 143}  # 143: as after SIGTERM
-ANSWER_S = 120.0  # time limit for a scheduler's command
+_EXIT_CODES: dict[Phase, int] = {"done": 0, "cancelled": 143}  # 143 is the exit code after SIGTERM
+ANSWER_S = 120.0  # time limit in seconds for a command of a scheduler
 _AWAY_S, _AGAIN_S = (
     300.0,
     5.0,
-)  # longest time that a scheduler may be unreachable; time between two attempts
+)  # longest time that a scheduler may be unreachable, and time between two attempts
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class State:
 
     Attributes:
         code: exit code of the run, if the scheduler knows it.
-        note: reason why the run waits or its state is unknown, if available.
+        note: reason why the run waits, has failed or is in an unknown state, if available.
     """
 
     phase: Phase
@@ -48,27 +48,27 @@ class State:
 
     @property
     def exit_code(self) -> int:
-        """Exit code for a command that followed the run to its end."""
+        """Exit code of a command that has followed the run to its end."""
         return self.code if self.code is not None else _EXIT_CODES.get(self.phase, 1)
 
 
 class Scheduler:
-    """Cluster scheduler, used through its own command-line tools."""
+    """Scheduler of a cluster, used through its own command-line tools."""
 
     name: ClassVar[str]
-    options: ClassVar[Mapping[str, str]]  # options of `--scheduler-option`, each with its description
+    options: ClassVar[Mapping[str, str]]  # names of options for `--scheduler-option`, each with a description
     limits_time: ClassVar[bool] = False  # True if it supports --time
 
     def text(self, request: Request) -> str:
-        """The script or manifest to submit.
+        """Return the script or manifest to submit.
 
         Raises:
-            LaunchError: the request lacks something that this scheduler needs.
+            LaunchError: an option that this scheduler needs is missing or invalid.
         """
         raise NotImplementedError
 
     def submit(self, request: Request) -> str:
-        """Submit the run, and return the scheduler's id of it.
+        """Submit the run; return its id in the scheduler.
 
         Raises:
             LaunchError: the scheduler is not available, or refuses the run.
@@ -76,13 +76,13 @@ class Scheduler:
         raise NotImplementedError
 
     def state(self, submission: Submission) -> State:
-        """Ask the scheduler for the state of a run. Raise LaunchError if it does not answer."""
+        """Ask the scheduler for the state of a run. Raise LaunchError if the scheduler does not answer."""
         raise NotImplementedError
 
     def steady_state(self, submission: Submission) -> State:
-        """Ask for the state of a run that is followed.
+        """Ask for the state of a run, and repeat the request if the scheduler does not answer.
 
-        If the scheduler does not answer, the request is repeated for some minutes.
+        The request is repeated for some minutes. Then the error of `state` is raised.
         """
         until, told = time.monotonic() + _AWAY_S, False
         while True:
@@ -101,19 +101,19 @@ class Scheduler:
         raise NotImplementedError
 
     def cancel(self, submission: Submission) -> None:
-        """End a run, with a checkpoint if the scheduler gives it enough time."""
+        """End a run. The run saves a checkpoint if the scheduler gives it enough time."""
         raise NotImplementedError
 
 
 def ask(
     command: list[str], advice: str, *, text: str | None = None, environment: Mapping[str, str] | None = None
 ) -> str:
-    """Run a scheduler's command, and return its output.
+    """Run a command of a scheduler, and return the output of the command.
 
     Args:
-        advice: what to do if the command is not installed.
-        text: standard input of the command.
-        environment: variables besides those of this process.
+        advice: sentence for the user if the command is not installed.
+        text: text for the standard input of the command.
+        environment: environment variables to add to the variables of this process.
 
     Raises:
         LaunchError: the command is not installed, fails, or does not answer.
@@ -176,16 +176,16 @@ _TIME = re.compile(r"(?:[0-9]{1,6}[dhms])+")
 
 @dataclass(frozen=True)
 class Request:
-    """Run to submit.
+    """Request to submit a run.
 
     Attributes:
         job: absolute path of the job file.
         hosts: number of hosts.
-        name: name of the submission; letters, digits and hyphens, like the names of pods.
-        run: the run's directory or URL, as the hosts see it.
-        time_s: time after which the scheduler ends the run, if it has such a limit.
+        name: name of the submission. It consists of letters, digits and hyphens, as in the name of a pod.
+        run: directory or URL of the run, as seen from the hosts.
+        time_s: time limit in seconds after which the scheduler ends the run; None for no limit.
         options: the scheduler's own options, from `--scheduler-option`.
-        changes: overridden keys of the job, from `--set`.
+        changes: keys of the job with new values, from `--set`.
     """
 
     job: Path
@@ -199,14 +199,14 @@ class Request:
     changes: Sequence[str] = ()
 
     def train_arguments(self, job: str | None = None) -> list[str]:
-        """Arguments of `paceline` on each host; `job` is the job file's path there."""
+        """Return the arguments of `paceline` on each host. `job` is the path of the job file on the host."""
         arguments = ["train", job or str(self.job), "--plan", self.plan, "--run", self.run, "--resume"]
         arguments += [f"--set={change}" for change in self.changes]
         return [*arguments, "--restarts", str(self.restarts)] if self.restarts else arguments
 
     @property
     def run_is_url(self) -> bool:
-        """True if the run is stored at a URL, which every host reaches."""
+        """True if the run is stored at a URL, which every host can reach."""
         return "://" in self.run
 
 
@@ -228,10 +228,10 @@ def must_be_hosts(count: int) -> None:
 
 
 def time_from(text: str) -> int:
-    """Parse a time such as 90m, 1h30m or 2d; return seconds.
+    """Parse a time such as 90m, 1h30m or 2d; return the time in seconds.
 
     Raises:
-        LaunchError: the text is not such a time.
+        LaunchError: the text is not a valid time, or the time is out of range.
     """
     if not _TIME.fullmatch(text):
         raise LaunchError(
@@ -251,8 +251,8 @@ def options_from(pairs: list[str], known: Mapping[str, str], scheduler: str) -> 
     """Parse the options of `--scheduler-option NAME=VALUE`.
 
     Raises:
-        LaunchError: an option is not such a pair, is unknown to the scheduler, is given twice, or has a value with
-            control characters.
+        LaunchError: an option does not have the form NAME=VALUE, is unknown to the scheduler, is given twice, or has a
+            value with control characters.
     """
     found: dict[str, str] = {}
     for pair in pairs:
@@ -284,18 +284,18 @@ def options_from(pairs: list[str], known: Mapping[str, str], scheduler: str) -> 
     return found
 
 
-_LIMIT = 2**16  # size limit of a file, in bytes
+_LIMIT = 2**16  # largest size in bytes of a submission file
 
 
 class Submission(msgspec.Struct, frozen=True, kw_only=True):
-    """Submitted run.
+    """Record of a submitted run.
 
     Attributes:
-        name: paceline's name of the run, also for `paceline cancel`.
+        name: name of the run in paceline, for example for `paceline cancel`.
         engine: name of the scheduler.
-        id: the scheduler's id of the run.
+        id: id of the run in the scheduler.
         since: Unix time of the submission, in seconds.
-        options: options given by `--scheduler-option`.
+        options: options given with `--scheduler-option`.
         phase: final phase of the run; empty until it is known.
     """
 
@@ -312,7 +312,9 @@ class Submission(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def folder() -> Path:
-    """Private folder, created if missing: `submitted` in PACELINE_HOME, or else in ~/.paceline.
+    """Return the private folder of submissions, and create the folder if it is missing.
+
+    The folder is `submitted` in PACELINE_HOME, or in ~/.paceline if that variable is not set.
 
     Raises:
         LaunchError: the folder cannot be created, or belongs to another user.
@@ -332,12 +334,12 @@ def folder() -> Path:
 
 
 def save(submission: Submission) -> None:
-    """Write the file of a submission."""
+    """Write a submission to its file."""
     write_whole(folder() / f"{submission.name}.json", msgspec.json.encode(submission))
 
 
 def ended(submission: Submission, phase: str, code: int) -> Submission:
-    """Store the final phase of a run, and remove its key."""
+    """Store the final phase of a run, and delete the run's key."""
     known = msgspec.structs.replace(submission, phase=phase, code=code)
     save(known)
     (folder() / f"{submission.name}.key").unlink(missing_ok=True)
@@ -345,12 +347,12 @@ def ended(submission: Submission, phase: str, code: int) -> Submission:
 
 
 def submissions() -> list[Submission]:
-    """All submissions, newest first. Invalid files are skipped."""
+    """Return all submissions, newest first. Invalid files are skipped."""
     found = []
     for path in folder().glob("*.json"):
         try:
             submission = msgspec.json.decode(read_text(path, _LIMIT), type=Submission)
-        except (OSError, ValueError, msgspec.MsgspecError):  # truncated, or of another program
+        except (OSError, ValueError, msgspec.MsgspecError):  # the file is truncated, or belongs to another program
             continue
         if submission.name == path.stem:
             found.append(submission)
@@ -358,10 +360,10 @@ def submissions() -> list[Submission]:
 
 
 def find(name: str) -> Submission:
-    """Find a submission by name, or by a scheduler's id that is unique.
+    """Find a submission by its name, or by an id that only one scheduler uses.
 
     Raises:
-        LaunchError: there is no such submission, or several have the id.
+        LaunchError: no submission has this name or id, or several submissions have this id.
     """
     known = submissions()
     found = [s for s in known if s.name == name] or [s for s in known if s.id == name]
@@ -369,7 +371,7 @@ def find(name: str) -> Submission:
         names = ", ".join(s.name for s in found)
         raise LaunchError(
             "submit.run_ambiguous",
-            "{name} is the number of several runs: {names}. Give the name of one of them.",
+            "several runs have the id {name}: {names}. Give the name of one of them.",
             name=name,
             names=names,
         )

@@ -16,7 +16,7 @@ from paceline.files import create_private
 from paceline.wire.key import RunKey
 
 _ADVICE = "Install it: pip install skypilot, with the extras of your clouds."
-_SECRET = "PACELINE_KEY"  # a variable on the nodes, which is unset before paceline starts
+_SECRET = "PACELINE_KEY"  # environment variable on the nodes, which is unset before paceline starts
 _JOB = "~/paceline-job.yaml"
 _PHASES: dict[str, Phase] = {
     **dict.fromkeys(("PENDING", "SUBMITTED", "STARTING", "RECOVERING"), "queued"),
@@ -64,11 +64,12 @@ class Sky(Scheduler):
             )
         python = request.options.get("python", "python")
         command = [python, "-m", "paceline", *request.train_arguments("JOB")]
-        shown = shlex.join(command).replace("train JOB ", f"train {_JOB} ", 1)  # a shell expands the tilde unquoted
+        # the shell expands the tilde only without quotes
+        shown = shlex.join(command).replace("train JOB ", f"train {_JOB} ", 1)
         task: dict[str, Any] = {"name": request.name, "num_nodes": request.hosts}
         if resources := self._resources_of(request):
             task["resources"] = resources
-        task["secrets"] = {_SECRET: None}  # the submitting command passes its value
+        task["secrets"] = {_SECRET: None}  # the command that submits the job passes the value
         task["file_mounts"] = {_JOB: str(request.job)}
         task["setup"] = request.options.get("setup", f"pip install paceline=={version('paceline')}")
         task["run"] = _RUN.format(secret=_SECRET, command=shown)
@@ -113,7 +114,7 @@ class Sky(Scheduler):
     def follow(self, submission: Submission) -> State:
         while not (state := self.steady_state(submission)).ended and state.phase != "unknown":
             if show(["sky", "jobs", "logs", "--follow", "--name", submission.id], _ADVICE):
-                break  # it prints the reason itself
+                break  # the command prints the reason itself
         return self.steady_state(submission)
 
     def cancel(self, submission: Submission) -> None:

@@ -17,9 +17,9 @@ from paceline.text import printable
 from paceline.wire.key import RunKey, write_key
 
 _ADVICE = "Submit from a login node of the cluster, or load its module of Slurm."
-_WARNING_S = 120  # before the time limit, for the last step and a checkpoint
+_WARNING_S = 120  # seconds before the time limit, for the last step and a checkpoint
 _POLL_S = 2.0
-_VALUE = re.compile(r"[\w.,:+*@%/=\[\]()&|-]+")  # what needs no quotes in a directive
+_VALUE = re.compile(r"[\w.,:+*@%/=\[\]()&|-]+")  # values that need no quotes in a directive
 _PHASES: dict[str, Phase] = {
     **dict.fromkeys(("PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SUSPENDED", "PREEMPTED"), "queued"),
     **dict.fromkeys(
@@ -30,9 +30,9 @@ _PHASES: dict[str, Phase] = {
     "REVOKED": "cancelled",
 }
 
-# USR1 goes to this script only (B:), because it would end a host process that still imports. A run that
-# left after SIGTERM, saved where a step was done, has the exit code 143; one that finished or failed is not queued
-# again.
+# Slurm sends USR1 only to this script (B:), because USR1 would end a host process that is still importing modules. A
+# run that SIGTERM has ended has the exit code 143, and has saved a checkpoint if it had taken a step. Such a run is
+# queued again, but a run that finished or failed is not.
 _SCRIPT = """\
 set -u
 export PACELINE_KEY_FILE={key} PYTHONUNBUFFERED=1
@@ -95,7 +95,7 @@ class Slurm(Scheduler):
         if re.search(r"[\s'\"\\%]", str(place)):
             raise LaunchError(
                 "submit.slurm_log_path",
-                "{place}: Slurm cannot write a log there. Set PACELINE_HOME to a path without special characters.",
+                "Slurm cannot write a log to {place}. Set PACELINE_HOME to a path without special characters.",
                 place=place,
             )
         limit_s = request.time_s
@@ -116,7 +116,7 @@ class Slurm(Scheduler):
             if not _VALUE.fullmatch(value):
                 raise LaunchError(
                     "submit.slurm_value",
-                    '--scheduler-option {name}="{value}": Slurm does not accept such a value',
+                    '--scheduler-option {name}="{value}": Slurm does not accept this value',
                     name=name,
                     value=value[:80],
                 )
@@ -146,7 +146,7 @@ class Slurm(Scheduler):
         except LaunchError as error:
             if "Invalid job id" not in str(error):
                 raise
-            answer = ""  # it ended long ago, and Slurm has forgotten it
+            answer = ""  # the job ended long ago, and Slurm no longer knows it
         code = _code(submission)
         if not answer:
             if code is None:
@@ -161,7 +161,8 @@ class Slurm(Scheduler):
     def follow(self, submission: Submission) -> State:
         log, seen, told = folder() / f"{submission.name}.log", 0, None
         while True:
-            state = self.steady_state(submission)  # before the log is read, so that the end of the log is complete
+            # asked before the log is read, so that the log is complete once the run has ended
+            state = self.steady_state(submission)
             if (state.phase, state.note) != told:
                 told = (state.phase, state.note)
                 note = f" ({state.note})" if state.note else ""
@@ -176,7 +177,7 @@ class Slurm(Scheduler):
 
 
 def _code(submission: Submission) -> int | None:
-    """Read the exit code that the script has written; None while it has not ended."""
+    """Return the exit code that the script has written, or None while the script runs."""
     try:
         text = read_text(folder() / f"{submission.name}.end", 100).strip()
     except OSError:
@@ -185,12 +186,12 @@ def _code(submission: Submission) -> int | None:
 
 
 def _show_lines(log: Path, seen: int, *, to_the_end: bool) -> int:
-    """Show the complete lines of a log from byte `seen` on; return the next offset."""
+    """Show the complete lines of a log that follow byte `seen`; return the offset of the next line."""
     try:
         with log.open("rb") as file:
             file.seek(seen)
             new = file.read()
-    except FileNotFoundError:  # before the run starts
+    except FileNotFoundError:  # the run has not started yet
         return seen
     new = new if to_the_end else new[: new.rfind(b"\n") + 1]
     for line in new.decode(errors="replace").splitlines():
