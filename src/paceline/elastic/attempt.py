@@ -1,4 +1,4 @@
-"""Launch of a run's ranks, in one or more attempts that are monitored until all ranks have ended."""
+"""Launch of a run's ranks, in one or more attempts."""
 
 from __future__ import annotations
 
@@ -160,7 +160,10 @@ class Attempt:
         return [status for status in self.ranks.board.read() if status.rank in late]
 
     def _hung(self) -> list[RankStatus]:
-        """Ranks that have made no progress for too long, or all ranks if they only wait for one another."""
+        """Ranks that have made no progress for too long.
+
+        These are all ranks if the ranks only wait for one another.
+        """
         ranks = self.ranks
         # a joining rank waits for the end of a step
         alive = [s for s in ranks.board.read() if ranks[s.rank].code is None and s.phase != "joining"]

@@ -1,4 +1,4 @@
-"""End of a launch by a signal or a failure, and the root cause of the failure."""
+"""End of a launch by a signal or a failure, and its root cause."""
 
 from __future__ import annotations
 
@@ -311,7 +311,7 @@ def _reason(number: int, oom_kills: int | None) -> str:
 
 
 def stack_beside(record: Path) -> str:
-    """Return the stack traces in the file next to an error record, or "" if there is no file."""
+    """Return the stack traces from the file next to an error record, or ""."""
     path = record.with_suffix(".stack")
     return path.read_text(errors="replace") if path.exists() else ""
 
@@ -346,7 +346,7 @@ def traceback_of_users_code(error: PacelineError) -> str:
 
 
 def _may_pass(error: BaseException | None) -> bool:
-    """True if a disk, a network or a loader process caused the error, so that it may not occur again."""
+    """Return True if a disk, a network or a loader process caused the error."""
     if error is None:
         return False
     if getattr(error, "may_pass", False) or (isinstance(error, OSError) and error.errno in _PASSING):
@@ -357,7 +357,7 @@ def _may_pass(error: BaseException | None) -> bool:
 
 
 def _only_lost_a_peer(error: BaseException | None) -> bool:
-    """True if the error is only a lost connection, caused by the failure of another rank."""
+    """Return True if another rank's failure caused the error, as a lost connection."""
     return error is not None and (lost_a_peer(error) or _only_lost_a_peer(error.__cause__))
 
 
@@ -370,7 +370,7 @@ def state_of(pid: int) -> str:
 
 
 def oom_kills() -> int | None:
-    """Return the number of processes in this control group that the kernel killed for lack of memory.
+    """Count the processes in this control group that were killed for lack of memory.
 
     None if the kernel does not report it.
     """

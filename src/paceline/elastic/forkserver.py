@@ -136,7 +136,7 @@ class Forkserver:
         return self._process.poll() is not None
 
     def wait_until_ready(self, deadline_s: float, stopped: Callable[[], object] = lambda: False) -> str | None:
-        """Wait until the forkserver is idle; return the reason why it cannot fork ranks, or None.
+        """Wait until the forkserver is idle. Return the reason why it cannot fork ranks, or None.
 
         Args:
             stopped: called at least five times a second. The wait ends when the result is true.
@@ -356,7 +356,7 @@ def why_not(environ: Mapping[str, str] = os.environ) -> str | None:
 
 
 def made_for(variables: Mapping[str, str]) -> dict[str, Any]:
-    """Return the state that forks inherit, and that is equal for all ranks of a forkserver."""
+    """Return the inherited state, which is equal for all ranks of a forkserver."""
     return {
         "environment": {name: value for name, value in _without_ranks(variables).items() if name not in AFTER_FORK},
         "user": (os.getresuid(), os.getresgid(), sorted(os.getgroups())),
@@ -549,7 +549,7 @@ class Starter:
         )
 
     def _variables(self, environment: RankEnvironment | None) -> dict[str, str]:
-        """Environment variables that a rank or the forkserver gets in addition to the variables of this process."""
+        """Environment variables for a rank or the forkserver, in addition to this process's own."""
         return {
             **{name: os.environ.get(name, value) for name, value in DEFAULTS.items()},
             **(ON_CPU if environment and environment.host else {}),  # an emulated host has no accelerator

@@ -475,7 +475,7 @@ class Lease(Leadership):
 
 
 def _started(pid: int) -> int | None:
-    """Return the start time of a process in clock ticks after boot, or None if the process has ended."""
+    """Return the start time of a process in clock ticks, or None after its end."""
     try:
         return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
     except (OSError, ValueError, IndexError):

@@ -128,7 +128,12 @@ class Membership:
             self._losses.pop(process, None)
 
     def note(self, entered: Mapping[int, int], waiting: set[int]) -> None:
-        """Update the membership from the generation of each running process and the processes that wait to join."""
+        """Update the membership from the state of the running processes.
+
+        Args:
+            entered: generation that each running process has entered; -1 for none.
+            waiting: processes that wait to join.
+        """
         # wait until all members have entered: a late member would enter the next generation while the others wait for
         # it
         members = set(self.current.members)
@@ -226,7 +231,7 @@ class Start:
 
     @property
     def begins(self) -> bool:
-        """True if no rank has a state, so that all ranks start from the beginning or from a checkpoint."""
+        """True if no rank has a state. All ranks then start from the beginning or a checkpoint."""
         return self.boundary.step < 0
 
     def holders_of_part(self, rank: int, ranks: int) -> list[int]:
@@ -326,7 +331,7 @@ class Member:
 
 
 def announce(board: StatusBoard, folder: Path, current: Generation, newest: Generation) -> None:
-    """Announce generations to the ranks on a status board, and remove the files of older generations.
+    """Announce generations on a status board, and remove the files of older generations.
 
     Args:
         folder: folder that contains the status board.
@@ -352,5 +357,8 @@ def _members_file(folder: Path, generation: int | str) -> Path:
 
 
 def store_file(folder: Path) -> Path:
-    """Return the path of the file in which a later launcher writes the address of the rendezvous store."""
+    """Return the path of the file for the rendezvous store's address.
+
+    A launcher that continues the run on another host writes the file.
+    """
     return folder / "store-address"

@@ -255,5 +255,8 @@ def recovers_in_place(job: Job, plan: Plan, cluster: Cluster) -> bool:
 
 
 def is_mirrored(plan: Plan) -> bool:
-    """True if ranks keep copies of each other's state (`Mirror`), because no other replica has the state."""
+    """Return True if ranks keep copies of each other's state. Then there is only one replica.
+
+    See `Mirror`.
+    """
     return plan.dp == plan.cp == plan.ep == 1 and plan.ranks > 1

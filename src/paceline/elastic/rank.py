@@ -47,7 +47,7 @@ _EXIT_S = 10  # time for the other threads of a launcher to end after its first 
 
 
 def main() -> None:
-    """Run a forkserver or a rank in this new interpreter, as the arguments and the environment specify."""
+    """Run a forkserver or a rank in this new interpreter."""
     if sys.argv[1:2] == [FORKSERVER]:
         be_forkserver(sys.argv[2:])
         return
@@ -110,7 +110,7 @@ class Launcher:
         self.process, self.pid, self.folder, self.grace_s = process, pid, folder, grace_s
 
     def end_with(self, parent: int) -> None:
-        """Let the kernel send SIGTERM when the launcher dies, so that the rank saves a checkpoint.
+        """Let the kernel send SIGTERM to the rank when the launcher dies.
 
         If the rank does not end in time, SIGKILL ends the rank and its processes. If `grace_s` is 0, SIGKILL is sent
         immediately.
@@ -283,7 +283,7 @@ class _Child:
 
 
 def imported(modules: Sequence[str], *, needed: bool = False) -> str | None:
-    """Import modules for ranks; return the reason why no rank can be forked from this process, or None.
+    """Import modules for ranks. Return the reason why no rank can be forked, or None.
 
     Import errors are ignored, because the ranks raise and show these errors. With `needed`, an import error is a reason
     not to fork, so that each rank runs in a new interpreter.
@@ -315,7 +315,7 @@ def _unfit() -> str | None:
 
 
 def _serve(channel: socket.socket, launcher: int, watch: int, ready: Callable[[], str | None]) -> None:
-    """Report to the launcher whether ranks can be forked from this process, and fork ranks on request.
+    """Report to the launcher whether ranks can be forked, and fork ranks on request.
 
     In the forkserver, the function returns when the launcher has ended.
     """
@@ -412,7 +412,7 @@ def end(code: int = 0) -> NoReturn:
 
 
 def call_the_process(title: str) -> None:
-    """Set the title of this process in `ps` and `top`, in place of the forkserver's command line."""
+    """Set the title of this process in `ps` and `top`."""
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     start, end = (
         int(fields[45]),

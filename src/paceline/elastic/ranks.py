@@ -257,7 +257,7 @@ class Ranks:
         self.note_ends_for(10)  # SIGKILL takes effect immediately, unless a rank is blocked by a failing disk or driver
 
     def kill_hung(self, number: int) -> str:
-        """Kill a rank that makes no progress; return a sentence that describes what the rank was doing."""
+        """Kill a rank that makes no progress; return a description of its state."""
         ends = self.ends()
         self[number].kill()
         # the text after the semicolon applies only to runs that end
@@ -320,12 +320,12 @@ class Ranks:
         ]
 
     def oom_kills_here(self) -> int | None:
-        """Return the number of processes on this host that were killed for lack of memory during the attempt."""
+        """Count the kills for lack of memory on this host during the attempt."""
         kills = oom_kills()
         return None if kills is None or self._oom_kills is None else kills - self._oom_kills
 
     def new_oom_kills(self, end: RankEnd) -> int | None:
-        """Return the number of new kills for lack of memory on the host of a rank since the last call.
+        """Count the kills for lack of memory on a rank's host since the last call.
 
         The result is None if the kernel of that host does not report the number.
         """

@@ -61,7 +61,7 @@ class Losses:
 
     @property
     def too_few(self) -> str | None:
-        """Error text if too few ranks or hosts remain, so that the run ends; None while the run can continue."""
+        """Error text if too few ranks or hosts remain to continue; otherwise None."""
         return None
 
     @property
@@ -91,7 +91,7 @@ class Losses:
         )
 
     def grow(self) -> str:
-        """Make the run larger: start a part that was left out, or allow the part's host to come back.
+        """Make the run larger: start a part that was left out, or await its host.
 
         Raises:
             LaunchError: no part is left out, every left-out part is already expected, or a rank could not be started.
@@ -112,7 +112,7 @@ class Losses:
         return self.ranks.signals.first is not None
 
     def _cause(self, end: RankEnd, *, serves: bool = False) -> tuple[str, str]:
-        """Return the code and the text of the error that describes the end of a rank."""
+        """Return the code and text of the error that describes a rank's end."""
         number = end.status.rank
         if (why := self._why.pop(number, None)) is not None:
             return "launch.rank_hung", why
@@ -273,7 +273,7 @@ class Recovery(Losses):
 
     @property
     def too_few(self) -> str | None:
-        """Error text that ends a run with too few hosts; None while more hosts may connect."""
+        """Error text if too few hosts remain and no more may connect; otherwise None."""
         waits = self.membership.away or math.isinf(self._nobody_since)
         if not self.membership.held or waits or self.ending:
             return None
@@ -487,7 +487,7 @@ class Answer(msgspec.Struct, frozen=True):
 
 
 def ask(run: Path, by: int, wait_s: float) -> str | None:
-    """Send a request to a run's launcher; return the launcher's answer, or None after a timeout.
+    """Send a request to a run's launcher. Return the answer, or None after a timeout.
 
     Raises:
         LaunchError: the launcher refused the request.

@@ -57,7 +57,7 @@ _TICK_S = 0.2
 
 
 def run_on_hosts(text: str, arguments: Sequence[str]) -> int:
-    """Run `python ARGUMENTS…` on every host of the `--hosts` option; return the exit code of host 0.
+    """Run `python ARGUMENTS…` on every host of `--hosts`. Return the exit code of host 0.
 
     Raises:
         LaunchError: the name of a host is invalid, a host cannot be reached, or a host cannot start the program.
@@ -198,7 +198,7 @@ class _HostCommand:
 
 
 def _watch(started: list[_HostCommand], signals: StopSignals) -> int:
-    """Show the output of all hosts until they have ended; return the exit code of host 0."""
+    """Show the output of all hosts until they have ended. Return the exit code of host 0."""
     with _Output(started) as output:
         try:
             _until_the_end(started, signals, output)
@@ -213,7 +213,7 @@ def _watch(started: list[_HostCommand], signals: StopSignals) -> int:
 
 
 def _until_the_end(started: list[_HostCommand], signals: StopSignals, output: _Output) -> None:
-    """Wait until all hosts have ended, or until the time to end after host 0 has passed.
+    """Wait until all hosts have ended, at most for some time after host 0.
 
     Raises:
         LaunchError: a host did not start.
@@ -321,7 +321,7 @@ class NamedHost:
 
 
 def read_hosts(text: str) -> list[NamedHost]:
-    """Parse the value of `--hosts`, which is a list of hosts or the path of a file.
+    """Parse the value of `--hosts`: a list of hosts, or the path of a file.
 
     Raises:
         LaunchError: an entry is not a host, a host is named twice, there are no hosts, or the file cannot be read.
@@ -422,7 +422,7 @@ def main() -> int:
 
 
 def _read_order() -> tuple[Order, bytes]:
-    """Read the order from the first line of standard input; return it with any data that follows."""
+    """Read the order from the first line of standard input. Return it with any data that follows."""
     data, until = b"", time.monotonic() + _ORDER_S
     while b"\n" not in data:
         if not select.select([0], [], [], max(0.0, until - time.monotonic()))[0]:
@@ -569,7 +569,7 @@ def coordinator_of(hosts: Sequence[NamedHost]) -> str:
 
 
 def host_name(name: str) -> str:
-    """Return the name or address to which ssh connects for a host, according to the ssh configuration."""
+    """Return the name or address that the ssh configuration gives for a host."""
     try:
         done = subprocess.run(
             [*ssh(), "-G", "--", name], capture_output=True, text=True, timeout=_ANSWER_S, stdin=subprocess.DEVNULL

@@ -1,5 +1,5 @@
-"""Typed, authenticated messages between a run's processes.
+"""Typed and authenticated messages between the processes of a run.
 
 Unauthenticated peers cannot read, send or delay messages. Read `key` (which processes belong to the run) and `listener`
-(which connections are accepted), then `connection`; `store` is the rendezvous store on top of them.
+(which connections are accepted) first, then `connection`. `store` implements the rendezvous store with these modules.
 """

@@ -1,10 +1,11 @@
-"""Typed messages between two processes, over TLS between hosts or a Unix socket within one.
+"""Typed messages between two processes, over TLS or a Unix socket.
 
-A message is a `msgspec.Struct` with a tag, encoded by msgpack after its length. Nothing is unpickled. A length above
-the limit ends the connection before any memory is allocated, and memory grows only with received bytes.
+A message is a `msgspec.Struct` with a tag. The length of the message is sent first, followed by the message in msgpack
+encoding. Nothing is unpickled. A length above the limit ends the connection before any memory is allocated. Memory
+grows only as bytes arrive.
 
-A length has 4 bytes. If its highest bit is set, 8 more bytes follow with the size of an attachment after the message.
-The attachment is received directly into separate memory; its limit is 0 by default.
+A length has 4 bytes. If its highest bit is set, the next 8 bytes are the size of an attachment, which follows the
+message. The attachment is received directly into separate memory. By default, attachments are not allowed.
 """
 
 from __future__ import annotations
@@ -32,24 +33,24 @@ from paceline.files import user_name
 from paceline.wire.key import RunKey, has_key, name_of, short_path, user_of_peer
 from paceline.wire.silence import end_when_silent, is_heard, patience_s, unanswered
 
-LIMIT_BYTES = 2**22  # bytes of a message
+LIMIT_BYTES = 2**22  # largest size of a message in bytes
 _LENGTH, _ATTACHED = struct.Struct("!I"), struct.Struct("!Q")
 _HAS_ATTACHED = 2**31
 
 
 def _untouched_memory(nbytes: int) -> memoryview:
-    """Allocate memory that the system provides page by page on first write."""
+    """Allocate memory whose pages the system provides on their first write."""
     return memoryview(mmap.mmap(-1, nbytes))
 
 
 class FrameLimits(NamedTuple):
-    """Limits of received data; by default, messages without attachments.
+    """Limits of received data. By default, attachments and descriptors are not allowed.
 
     Attributes:
-        attached_bytes: size of the memory attached to a message.
-        message_bytes: size of a message; at most the limit for sending.
-        memory: allocates memory that costs nothing until it is written.
-        descriptors: number of received descriptors that were not taken yet; Unix sockets only.
+        attached_bytes: largest size of the memory attached to a message.
+        message_bytes: largest size of a message. It cannot exceed `LIMIT_BYTES`, which is the limit for sending.
+        memory: function that allocates memory for an attachment. The memory should cost nothing until it is written.
+        descriptors: largest number of received descriptors that are not taken yet. Only Unix sockets pass descriptors.
     """
 
     attached_bytes: int = 0
@@ -59,14 +60,14 @@ class FrameLimits(NamedTuple):
 
 
 class Frame(NamedTuple):
-    """Bytes of a message, and the memory attached to it."""
+    """Encoded message, and the memory attached to the message."""
 
     body: bytes
     attached: memoryview | None = None
 
 
 def begin_of(body: bytes, attached_bytes: int) -> bytes:
-    """Begin the frame of a message, to which attached bytes can be added.
+    """Return the first part of a frame: the length and the encoded message. Attached bytes follow this part.
 
     Raises:
         ChannelError: the message is too long.
@@ -84,25 +85,25 @@ def begin_of(body: bytes, attached_bytes: int) -> bytes:
 
 
 class Incoming:
-    """Parser of received bytes into frames."""
+    """Parser that splits received bytes into frames."""
 
     def __init__(self, limits: FrameLimits) -> None:
         self._limits = limits
         self._bytes: bytes | bytearray = b""
-        self._at = 0  # the bytes before were taken
+        self._at = 0  # offset of the first byte that is not parsed yet
         self._body = b""
         self._memory: memoryview | None = None  # memory attached to the current message
         self._filled = 0
 
     @property
     def holds_bytes(self) -> bool:
-        """True if `next` may return a frame without further bytes."""
+        """True if received bytes are not parsed yet."""
         return self._at < len(self._bytes)
 
     def add(self, data: bytes) -> None:
         """Add received bytes."""
         if self._at == len(self._bytes):
-            self._bytes, self._at = data, 0  # usually a whole frame
+            self._bytes, self._at = data, 0  # `data` is usually a whole frame
             return
         if not isinstance(self._bytes, bytearray):
             self._bytes, self._at = bytearray(self._bytes[self._at :]), 0
@@ -112,15 +113,18 @@ class Incoming:
         self._bytes += data
 
     def target(self) -> memoryview | None:
-        """Return the memory for the next bytes, or None if `add` takes them. Call `advance` afterwards."""
+        """Return the memory for the next bytes of an attachment, or None to use `add`.
+
+        After writing to the memory, call `advance`.
+        """
         return None if self._memory is None else self._memory[self._filled :]
 
     def advance(self, count: int) -> None:
-        """Account for bytes that were received directly into `target`."""
+        """Record the number of bytes that were received directly into `target`."""
         self._filled += count
 
     def next(self) -> Frame | None:
-        """Return the next frame, or None while it is incomplete.
+        """Return the next frame, or None while the frame is incomplete.
 
         Raises:
             ChannelError: an announced size exceeds the limits.
@@ -135,7 +139,7 @@ class Incoming:
         return frame
 
     def _begin(self) -> Frame | None:
-        """Read the length, and the message after it."""
+        """Parse the length and the message that follows it."""
         held, begin = self._bytes, self._at + _LENGTH.size
         if len(held) < begin:
             return None
@@ -149,10 +153,16 @@ class Incoming:
             attached = _ATTACHED.unpack_from(held, begin - _ATTACHED.size)[0]
             if not 0 < attached <= self._limits.attached_bytes:
                 raise ChannelError(
-                    "channel.attached_too_much", "announced {length:,} bytes beside a message", length=attached
+                    "channel.attached_too_much",
+                    "announced an attachment of {length:,} bytes, which is not allowed",
+                    length=attached,
                 )
         if length > self._limits.message_bytes:
-            raise ChannelError("channel.announced_too_much", "announced {length:,} bytes", length=length)
+            raise ChannelError(
+                "channel.announced_too_much",
+                "announced a message of {length:,} bytes, which exceeds the limit",
+                length=length,
+            )
         end = begin + length
         if len(held) < end:
             return None
@@ -167,30 +177,30 @@ class Incoming:
         return None
 
 
-GREETING = b"pace"  # sent by the accepting end, once it has authenticated the other
+GREETING = b"pace"  # sent by the accepting end, once it has authenticated the other end
 HANDSHAKE_S = 5.0
-_BACKLOG_LIMIT = 2**26  # pending bytes for a peer that does not read
-_PIECE = 2**14  # bytes of a TLS record
+_BACKLOG_LIMIT = 2**26  # largest number of pending bytes for a peer that does not read
+_PIECE = 2**14  # size of a TLS record in bytes
 _SENT_AT_ONCE = 2**20  # bytes
 _INT_BYTES = array.array("i").itemsize
 _SEND_S = 60.0
-_LONG_RTO_S = 0.3  # the minimum is 0.2: above it, the network has delayed packets
-_REACH_S = 2.0  # for the kernel of the other machine, which answers even if its processes are busy
-_PAUSES_S = (0.02, 0.5)  # between attempts to connect: first and longest
+_LONG_RTO_S = 0.3  # the minimum timeout is 0.2 s; a longer one shows that the network has delayed packets
+_REACH_S = 2.0  # longest wait for the kernel of the other machine, which answers even if its processes are busy
+_PAUSES_S = (0.02, 0.5)  # first and longest pause between attempts to connect
 _LIMITS = FrameLimits()
 _CLOSED_ON_EXEC, _CUT = int(socket.MSG_CMSG_CLOEXEC), int(socket.MSG_CTRUNC)
 _WOULD_BLOCK = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
 
 
 class Connection:
-    """One end of a connection whose other end has proved membership in the run.
+    """One end of a connection to another process of the run.
 
-    Any thread may send; only one thread at a time may receive.
+    Any thread may send messages, but only one thread at a time may receive messages.
 
     Args:
-        link: connected and authenticated socket.
+        link: socket that is connected and authenticated.
         messages: type of received messages: a tagged Struct, or a union of them.
-        peer: name of the other end, for errors.
+        peer: name of the other end, for error messages.
         limits: limits of received data.
     """
 
@@ -203,10 +213,10 @@ class Connection:
         self._descriptors_room = socket.CMSG_SPACE(limits.descriptors * _INT_BYTES)
         self._incoming = Incoming(limits)
         self._outgoing: deque[_Outgoing] = deque()
-        self._kept_bytes = 0  # bytes of `_outgoing`, without attachments
+        self._kept_bytes = 0  # number of bytes in `_outgoing`, without attachments
         self._descriptors: deque[int] = deque()
         self._given_back: list[Any] = []
-        self._lock = threading.Lock()  # TLS can be used by one thread at a time
+        self._lock = threading.Lock()  # only one thread at a time may use TLS
         self._lost = False
 
     @property
@@ -220,13 +230,13 @@ class Connection:
         return self._link.family == socket.AF_UNIX
 
     def is_unanswered(self, for_s: float, packets: int) -> bool:
-        """True if the other end's kernel has acknowledged nothing for this long.
+        """Return True if the other end's kernel has acknowledged nothing for `for_s` seconds.
 
-        In addition, no other connection from that host may have received data, as it does on a full link. If round
-        trips were long before, the limit is at least twice the retransmission timeout.
+        The result is False if another connection from that host has recently received data, which happens on a full
+        link. If earlier round trips were long, the limit is at least twice the retransmission timeout.
 
         Args:
-            packets: minimum number of packets sent since then, unless one was retransmitted.
+            packets: minimum number of unacknowledged packets, unless a packet was retransmitted.
         """
         with self._lock:
             again, sent, silent_s = (False, 0, 0.0) if self._lost else unanswered(self._link)
@@ -237,13 +247,13 @@ class Connection:
             return silent_s > limit_s and not is_heard(self._link, limit_s)
 
     def end_when_silent(self, silent_s: int) -> None:
-        """End the connection once the other host's kernel is silent for about this long."""
+        """End the connection once the other host's kernel has been silent for about `silent_s` seconds."""
         if not self.is_within_host:
-            with self._lock, suppress(OSError):  # it has ended; the next call raises the error
+            with self._lock, suppress(OSError):  # the connection has ended, and its next use raises the error
                 end_when_silent(self._link, silent_s)
 
     def fileno(self) -> int:
-        """Return the descriptor, for polling; -1 once closed."""
+        """Return the descriptor for polling, or -1 once the connection is closed."""
         return self._link.fileno()
 
     def send(
@@ -257,12 +267,12 @@ class Connection:
         """Send a message, and wait until the kernel has accepted it.
 
         Args:
-            attached: memory to send with the message, without a copy.
-            descriptor: file descriptor to pass to the other end, on this host; it is closed here.
+            attached: memory to send with the message. It is not copied.
+            descriptor: file descriptor to pass to the other end of a Unix socket. This process closes it after sending.
 
         Raises:
             ChannelError: the message is too long, or the connection is lost.
-            DeadlineError: the peer does not read.
+            DeadlineError: the peer did not read within the deadline.
         """
         self.post(message, attached=attached, descriptor=descriptor)
         until = time.monotonic() + deadline_s
@@ -281,7 +291,7 @@ class Connection:
 
         Raises:
             ChannelError: the connection is lost, or the received bytes are not a message.
-            DeadlineError: no message arrived in time. The connection stays usable.
+            DeadlineError: no message arrived within the deadline. The connection remains usable.
         """
         until = time.monotonic() + deadline_s
         message = self.take() if self.holds_bytes else None
@@ -299,9 +309,9 @@ class Connection:
     def post(
         self, message: msgspec.Struct, *, attached: Sequence[memoryview] = (), descriptor: int | None = None
     ) -> None:
-        """Send a message as far as possible, and keep the rest for `flush`. Raise ChannelError like `send`.
+        """Send a message as far as possible without waiting; keep the rest for `flush`.
 
-        Attached memory is not copied, and must not change until `flush` returns True.
+        Attached memory is not copied, and must not change until `flush` returns True. Raises ChannelError like `send`.
         """
         begin = begin_of(msgspec.msgpack.encode(message), sum(map(len, attached)))
         with self._lock:
@@ -320,7 +330,7 @@ class Connection:
             )
 
     def flush(self) -> bool:
-        """Send pending messages as far as possible. Return True if none is left."""
+        """Send as much pending data as possible without waiting; return True if nothing is left."""
         if not self._outgoing and not self._lost:
             return True
         with self._lock:
@@ -340,17 +350,20 @@ class Connection:
 
     @property
     def holds_bytes(self) -> bool:
-        """True if a message may have arrived that `wait` does not report."""
+        """True if data has been read that `wait` does not report."""
         pending = self._link.pending() if isinstance(self._link, ssl.SSLSocket) and not self._lost else 0
         return bool(self._given_back) or self._incoming.holds_bytes or pending > 0
 
     def take(self) -> Any:
-        """Return the next message, or None if it has not arrived. Raise ChannelError like `receive`."""
+        """Return the next message, or None if no message has arrived. Raise ChannelError like `receive`."""
         found = self.take_attached()
         return None if found is None else found[0]
 
     def take_attached(self) -> tuple[Any, memoryview | None] | None:
-        """Return the next message and its attached memory, or None. Raise like `receive`."""
+        """Return the next message and its attached memory, or None if no message has arrived.
+
+        Raises ChannelError like `receive`.
+        """
         if self._given_back:
             return self._given_back.pop(), None
         with self._lock:
@@ -371,7 +384,7 @@ class Connection:
             ) from error
 
     def take_descriptor(self) -> int:
-        """Return the next received descriptor; the caller must close it.
+        """Return the next received descriptor, which the caller must close.
 
         Raises:
             ChannelError: no descriptor was received.
@@ -380,25 +393,25 @@ class Connection:
             return self._descriptors.popleft()
         except IndexError:
             raise ChannelError(
-                "channel.descriptor_missing", "{peer} announced a descriptor and did not send it", peer=self.peer
+                "channel.descriptor_missing", "{peer} announced a descriptor, but did not send it", peer=self.peer
             ) from None
 
     def give_back(self, message: msgspec.Struct) -> None:
-        """Push a message back, so that the next `take` or `receive` returns it again."""
+        """Put a message back, so that the next `take` or `receive` returns it again."""
         self._given_back.append(message)
 
     def wait(self, events: int, until: float) -> int:
-        """Wait for events of `select.poll`, until a time of `time.monotonic`; return 0 after a time-out."""
+        """Wait for events of `select.poll` until `time.monotonic` reaches `until`; return 0 after a timeout."""
         poll = select.poll()
         try:
             poll.register(self._link, events)
-        except ValueError:  # closed meanwhile; the next call raises the error
+        except ValueError:  # the connection was closed, and its next use raises the error
             return events
         found = poll.poll(max(0.0, until - time.monotonic()) * 1000)
         return int(found[0][1]) if found else 0
 
     def close(self) -> None:
-        """Close the connection. Threads that wait for a message get an error."""
+        """Close the connection. An error is raised in threads that wait for a message."""
         with self._lock:
             self._end()
             self._link.close()
@@ -408,7 +421,10 @@ class Connection:
                 self._outgoing.popleft().close_descriptor()
 
     def end(self) -> None:
-        """Shut the connection down, from any thread. Its owner gets an error, and closes it."""
+        """Shut the connection down from any thread.
+
+        The next use in the owner's thread raises an error, and the owner closes the connection.
+        """
         with self._lock:
             self._end()
 
@@ -422,7 +438,7 @@ class Connection:
             ) from None
 
     def _send(self, data: bytes | memoryview, descriptor: int | None = None) -> int:
-        """Pass bytes to the kernel without blocking, and return the number accepted."""
+        """Pass bytes to the kernel without blocking; return the number of accepted bytes."""
         if self._lost:
             raise ChannelError("channel.closed", "the connection to {peer} is closed", peer=self.peer)
         try:
@@ -435,7 +451,7 @@ class Connection:
             raise self._failed(error) from error
 
     def _read(self) -> bool:
-        """Read some bytes; return False if none have arrived."""
+        """Read the bytes that have arrived; return False if there are none."""
         if self._lost:
             raise ChannelError("channel.closed", "the connection to {peer} is closed", peer=self.peer)
         target = self._incoming.target()
@@ -479,23 +495,24 @@ class Connection:
         return count
 
     def _failed(self, error: OSError) -> ChannelError:
-        """End the connection after an error. Return the exception to raise."""
+        """End the connection after an error; return the exception to raise."""
         self._end()
-        if isinstance(error, ssl.SSLEOFError):  # without TLS's closing message, for instance after the peer was killed
+        # no TLS closing message arrived, for example because the peer was killed
+        if isinstance(error, ssl.SSLEOFError):
             return ChannelError("channel.closed_by_peer", "{peer} has closed the connection", peer=self.peer)
         return ChannelError(
             "channel.lost", "the connection to {peer} is lost: {reason}", peer=self.peer, reason=error.strerror or error
         )
 
     def _end(self) -> None:
-        """Shut the connection down, which wakes waiting threads. The owner closes its descriptor."""
+        """Shut the connection down, which wakes waiting threads. The owner closes the descriptor later."""
         self._lost = True
         with suppress(OSError):
             self._link.shutdown(socket.SHUT_RDWR)
 
 
 class _Outgoing:
-    """Bytes that wait for the kernel: those of a message (`kept`), or of its attachment."""
+    """Bytes that the kernel has not accepted yet. They belong to a message (`kept`) or to an attachment."""
 
     __slots__ = ("data", "descriptor", "kept")
 
@@ -503,7 +520,7 @@ class _Outgoing:
         self.data, self.kept, self.descriptor = data, kept, descriptor
 
     def close_descriptor(self) -> None:
-        """Close the attached descriptor, if there is one."""
+        """Close the descriptor to send, if there is one."""
         if self.descriptor is not None:
             os.close(self.descriptor)
             self.descriptor = None
@@ -522,15 +539,15 @@ def connect(
     stopped: Callable[[], object] = lambda: False,
     limits: FrameLimits = _LIMITS,
 ) -> Connection:
-    """Connect to a listener of the run, which may still be starting.
+    """Connect to a listener of the run, which may not have started yet.
 
     Args:
-        where: address and port, over TLS with the run's key; or the path of a Unix socket, without a key.
-        stopped: if it returns True, no further attempt is made.
+        where: address and port for TLS with the run's key, or the path of a Unix socket, which needs no key.
+        stopped: called after a failed attempt. If it returns true, the function does not try again.
         limits: limits of received data.
 
     Raises:
-        DeadlineError: no peer with the run's key answered in time.
+        DeadlineError: no process of the run answered within the deadline.
         ChannelError: the peer has another key, or belongs to another user.
     """
     until = time.monotonic() + deadline_s
@@ -556,7 +573,7 @@ def connect(
             if left_s < pause_s or stopped():
                 raise DeadlineError(
                     "channel.connect_deadline",
-                    "{where}: no process of this run answered within {deadline_s:g} s. Last: {reason}",
+                    "{where}: no process of this run answered within {deadline_s:g} s. Last error: {reason}",
                     where=name_of(where),
                     deadline_s=deadline_s,
                     reason=error.strerror or error,
@@ -588,7 +605,9 @@ def _link_within_host(path: Path, patience_s: float) -> socket.socket:
 def _link_between_hosts(where: tuple[str, int], key: RunKey | None, patience_s: float) -> socket.socket:
     if key is None:
         raise ChannelError(
-            "channel.no_key", "{where}: without the run's key, no message is sent to other hosts", where=name_of(where)
+            "channel.no_key",
+            "{where}: a connection to another host needs the run's key, which this process does not have",
+            where=name_of(where),
         )
     try:
         link: socket.socket = socket.create_connection(where, timeout=min(patience_s, _REACH_S))

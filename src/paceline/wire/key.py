@@ -1,8 +1,9 @@
-"""Key of a run, which both ends of a connection must hold.
+"""Key of a run, which both ends of a connection must have.
 
-The key is a private key with its certificate. There is no certificate authority and no host name: a peer belongs to the
-run if it proves this certificate in a TLS 1.3 handshake. The program that starts the run makes the key, and passes it
-on by an inherited descriptor, a file that only its user can read, or a secret of the engine.
+The key is a private key with a certificate. There is no certificate authority, and host names are not checked. A peer
+belongs to the run if it proves in a TLS 1.3 handshake that it has the private key of this certificate. The program that
+starts the run makes the key. It passes the key on through an inherited descriptor, a file that only its user can read,
+or a secret of the launch engine.
 """
 
 from __future__ import annotations
@@ -29,9 +30,9 @@ from paceline.files import create_private, home_folder, user_name
 from paceline.rank_environment import KEY_FD, KEY_FILE
 
 _SUBJECT = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "paceline run")])
-# Hosts' clocks may differ by any amount, so the certificate's dates do not limit its validity.
+# The clocks of hosts may differ by any amount, so the certificate is valid at any date.
 _BEGIN, _END = (datetime.datetime(year, 1, 1, tzinfo=datetime.UTC) for year in (2000, 9999))
-_PEM_LIMIT = 2**14  # bytes
+_PEM_LIMIT = 2**14  # largest size of a key file
 _SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
 
 
@@ -43,7 +44,7 @@ class RunKey:
 
     @classmethod
     def make(cls) -> RunKey:
-        """Make a new key, for one run."""
+        """Make a new key for one run."""
         private = ec.generate_private_key(ec.SECP256R1())
         certificate = (
             x509.CertificateBuilder()
@@ -59,7 +60,7 @@ class RunKey:
 
     @classmethod
     def from_pem(cls, pem: bytes) -> RunKey:
-        """Read a key that `to_pem` has written.
+        """Parse the text of a key from `to_pem`.
 
         Raises:
             LaunchError: the text is not a key of paceline.
@@ -68,7 +69,7 @@ class RunKey:
             private = serialization.load_pem_private_key(pem, None)
             certificate = x509.load_pem_x509_certificate(pem)
         except (ValueError, TypeError):
-            raise _no_key() from None  # the reason could show a part of the key
+            raise _no_key() from None  # the error's reason could reveal a part of the key
         ours = isinstance(private, ec.EllipticCurvePrivateKey) and isinstance(private.curve, ec.SECP256R1)
         if not ours or certificate.subject != _SUBJECT or certificate.public_key() != private.public_key():
             raise _no_key()
@@ -76,7 +77,10 @@ class RunKey:
         return cls(private, certificate)
 
     def to_pem(self) -> bytes:
-        """Return private key and certificate as text. It is a secret, for no command line, log or store."""
+        """Return the private key and the certificate as text.
+
+        The text is secret, and must not appear on a command line, in a log or in a store.
+        """
         return (
             self._private.private_bytes(
                 serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
@@ -86,27 +90,30 @@ class RunKey:
 
     @property
     def fingerprint(self) -> str:
-        """First 16 hexadecimal digits of the certificate's SHA-256. Safe to show."""
+        """First 16 hexadecimal digits of the certificate's SHA-256 digest, which are not secret."""
         return self._certificate.fingerprint(hashes.SHA256()).hex()[:16]
 
     @cached_property
     def certificate_der(self) -> bytes:
-        """Certificate, to be compared with a peer's. Not secret."""
+        """Certificate in DER format, to compare with the certificate of a peer. It is not secret."""
         return self._certificate.public_bytes(serialization.Encoding.DER)
 
     @cached_property
     def client_and_server(self) -> tuple[ssl.SSLContext, ssl.SSLContext]:
-        """TLS contexts of both ends, for all connections of this process. They must not be changed."""
+        """TLS contexts of the connecting and the accepting end, shared by all connections.
+
+        Callers must not change the contexts.
+        """
         return self.client_context(), self.server_context()
 
     def server_context(self) -> ssl.SSLContext:
-        """Make the TLS 1.3 context of the accepting end. The other end must prove this key, too."""
+        """Make the TLS 1.3 context of the accepting end. The connecting end must prove that it has this key."""
         context = self._context(ssl.PROTOCOL_TLS_SERVER)
-        context.num_tickets = 0  # sessions are not resumed, so that every connection proves the key
+        context.num_tickets = 0  # sessions cannot be resumed, so that every connection proves the key
         return context
 
     def client_context(self) -> ssl.SSLContext:
-        """Make the TLS 1.3 context of the connecting end. The other end must prove this key, too."""
+        """Make the TLS 1.3 context of the connecting end. The accepting end must prove that it has this key."""
         return self._context(ssl.PROTOCOL_TLS_CLIENT)
 
     def _context(self, protocol: int) -> ssl.SSLContext:
@@ -117,7 +124,7 @@ class RunKey:
         context.load_verify_locations(cadata=self._certificate_pem.decode())
         descriptor = key_descriptor(self)
         try:
-            context.load_cert_chain(f"/proc/self/fd/{descriptor}")  # ssl reads files only
+            context.load_cert_chain(f"/proc/self/fd/{descriptor}")  # the ssl module reads certificates only from files
         finally:
             os.close(descriptor)
         return context
@@ -130,10 +137,11 @@ class RunKey:
 def own_key() -> RunKey | None:
     """Return the key that was passed to this process.
 
-    PACELINE_KEY_FD names an inherited descriptor, PACELINE_KEY_FILE a file; the result is None without either.
+    PACELINE_KEY_FD is the number of an inherited descriptor, and PACELINE_KEY_FILE is the path of a file. If neither is
+    set, the result is None.
 
     Raises:
-        LaunchError: the key cannot be read, is not a key of paceline, or is readable by others.
+        LaunchError: the key cannot be read, is not a key of paceline, or can be read by other users.
     """
     if descriptor := os.environ.get(KEY_FD):
         try:
@@ -141,7 +149,7 @@ def own_key() -> RunKey | None:
         except (OSError, ValueError) as error:
             raise LaunchError(
                 "key.descriptor_invalid",
-                "{variable}={descriptor} is not a descriptor with the run's key: {error}",
+                "{variable}={descriptor} does not refer to a descriptor that contains the run's key: {error}",
                 variable=KEY_FD,
                 descriptor=descriptor,
                 error=error,
@@ -149,18 +157,21 @@ def own_key() -> RunKey | None:
     return read_key(Path(path)) if (path := os.environ.get(KEY_FILE)) else None
 
 
-@lru_cache(maxsize=1)  # ranks ask in every generation, and keep the key's contexts
+@lru_cache(maxsize=1)  # ranks read the key in every generation, and the cached key keeps its TLS contexts
 def _parsed(pem: bytes) -> RunKey:
     return RunKey.from_pem(pem)
 
 
 def default_key_file() -> Path:
-    """File of this user's own key, for hosts that were not given a key."""
+    """Return the path of this user's own key, the default without a passed key."""
     return home_folder() / "key"
 
 
 def key_descriptor(key: RunKey) -> int:
-    """Make a descriptor of sealed memory with the key, for children to inherit. The caller closes it."""
+    """Make a descriptor of sealed memory that contains the key, for child processes to inherit.
+
+    The caller closes the descriptor.
+    """
     descriptor = os.memfd_create("paceline-key", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.write(descriptor, key.to_pem())
@@ -175,7 +186,7 @@ def write_key(key: RunKey, path: Path) -> None:
     """Write a key to a new file that only this user can read.
 
     Raises:
-        LaunchError: `path` exists, or cannot be created.
+        LaunchError: `path` already exists, or cannot be created.
     """
     try:
         with create_private(path) as file:
@@ -193,10 +204,10 @@ def read_key(path: Path) -> RunKey:
     """Read the key from a file that only this user can read.
 
     Raises:
-        LaunchError: the file cannot be read, is not a key of paceline, or another user owns or may read it.
+        LaunchError: the file cannot be read, is not a key of paceline, or another user owns or can read the file.
     """
     try:
-        # symbolic links are followed, because Kubernetes secrets are links; the owner is checked on the opened file
+        # Symbolic links are followed, because Kubernetes secrets are links. The owner of the opened file is checked.
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
         raise LaunchError(
@@ -225,7 +236,7 @@ def read_key(path: Path) -> RunKey:
 
 
 def _not_private(about: os.stat_result) -> str | None:
-    """Reason why the file is not private to this user; None if it is."""
+    """Return the reason why a file is not private to this user, or None."""
     if not stat.S_ISREG(about.st_mode):
         return "is not a regular file"
     if about.st_uid not in (os.geteuid(), 0):
@@ -236,18 +247,18 @@ def _not_private(about: os.stat_result) -> str | None:
 
 
 def _is_a_pods_secret(about: os.stat_result) -> bool:
-    """True if the file is a Secret that Kubernetes mounts for a container's group (`fsGroup`).
+    """Return True if Kubernetes mounts the file as a Secret for a container's group (`fsGroup`).
 
-    Such a file belongs to root, with mode 0440, which is the only way for a non-root container to read it. Only the
-    pod's own containers see its file system, so the group has no other members there. On a host the group may have many
-    users.
+    Such a file belongs to root and has mode 0440, because a container without root could not read it otherwise. Only
+    containers of the pod see this file system, so no other users are members of the group. On a host, however, a group
+    may have many users.
     """
     only_read_by_group = about.st_uid == 0 and about.st_mode & 0o037 == 0
     ours = about.st_gid in (os.getegid(), *os.getgroups())
     return _IN_A_POD in os.environ and only_read_by_group and ours
 
 
-_IN_A_POD = "KUBERNETES_SERVICE_HOST"  # set by Kubernetes in every container
+_IN_A_POD = "KUBERNETES_SERVICE_HOST"  # Kubernetes sets this variable in every container
 _MAKE = "`paceline key` makes one, for every host a copy."
 
 
@@ -255,23 +266,23 @@ def _no_key() -> LaunchError:
     return LaunchError("key.invalid", "this is not the key of a paceline run. {advice}", advice=_MAKE)
 
 
-_PEER = struct.Struct("3i")  # process, user and group, of SO_PEERCRED
+_PEER = struct.Struct("3i")  # process, user and group, as in SO_PEERCRED
 
 
 def has_key(link: socket.socket, key: RunKey) -> bool:
-    """True if the other end has proved, by TLS, that it holds this key."""
+    """Return True if the other end has proved this key in the TLS handshake."""
     return isinstance(link, ssl.SSLSocket) and link.getpeercert(binary_form=True) == key.certificate_der
 
 
 def user_of_peer(link: socket.socket) -> int:
-    """User at the other end of a Unix socket, from the kernel."""
+    """Return the user id that the kernel reports for a Unix socket's other end."""
     _, user, _ = _PEER.unpack(link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
     return int(user)
 
 
 @contextmanager
 def short_path(path: Path) -> Iterator[str]:
-    """Return a short path for a Unix socket in any folder. The kernel accepts 107 bytes."""
+    """Yield a short path for a Unix socket. The kernel accepts paths of at most 107 bytes."""
     folder = os.open(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         yield f"/proc/self/fd/{folder}/{path.name}"

@@ -1,8 +1,8 @@
-"""Listener for the run's own processes, which unauthenticated peers cannot delay.
+"""Listener for processes of the run, which unauthenticated peers cannot delay.
 
-Each connection is isolated until it proves the run's key. Unproved connections cost little: their number and time are
-limited, and a listener can pause if they are too frequent. All listeners of paceline admit connections here, with any
-event loop.
+Each connection is isolated until the other end proves that it has the run's key. Connections without this proof cost
+little, because their number and duration are limited. A listener can also pause if such connections are too frequent.
+All listeners of paceline use `Admission` to accept connections, with any event loop.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ Where = tuple[str, int] | Path | socket.socket
 
 
 class Listener:
-    """Listener that accepts connections, and hands over those that belong to the run.
+    """Listener that accepts connections, and passes on the connections that belong to the run.
 
     Args:
-        where: address and port, for TLS with the run's key; the path of a Unix socket to create in a private folder; or
+        where: address and port for TLS with the run's key, the path of a Unix socket to create in a private folder, or
             a listening socket.
-        key: key of the run; None for Unix sockets, for which the kernel names the peer's user.
+        key: key of the run. None for Unix sockets, for which the kernel reports the user of the peer.
         messages: type of the messages that peers may send: a tagged Struct, or a union of them.
-        on_connection: called for each connection, in the listener's thread.
-        on_message: if given, connections stay with the listener, which calls this for each message. The function
-            answers with `Connection.post`, which never blocks.
-        on_close: called when a connection of the listener has ended.
+        on_connection: called with each accepted connection, in the thread of the listener.
+        on_message: function to call for each message. If given, connections stay with the listener. The function must
+            answer with `Connection.post`, which never blocks.
+        on_close: called when a connection that stays with the listener has ended.
         limits: limits of received data.
 
     Attributes:
@@ -87,7 +87,7 @@ class Listener:
 
     @property
     def port(self) -> int:
-        """Port of a listener at an address."""
+        """Port of a listener that has an address."""
         assert isinstance(self.address, tuple)
         return self.address[1]
 
@@ -97,7 +97,7 @@ class Listener:
         return self.admission.unauthenticated
 
     def close(self) -> None:
-        """Stop listening, and close the connections that are served here. Others stay open."""
+        """Stop listening, and close the connections that stay with the listener. Other connections remain open."""
         if not self._closing:
             self._closing = True
             self._loop.wake()
@@ -108,9 +108,9 @@ class Listener:
         try:
             while not self._closing:
                 ready = self._loop.ready(self.admission.patience_s())
-                # known connections are served before new ones
+                # established connections are served before new connections
                 for fd, events in sorted(ready, key=lambda event: event[0] == self._listening_fd):
-                    if fd in self._loop.handlers:  # an earlier handler may have removed it
+                    if fd in self._loop.handlers:  # an earlier handler may have removed this one
                         self._loop.handlers[fd][0](events)
                 self.admission.look(time.monotonic())
         finally:
@@ -124,14 +124,14 @@ class Listener:
         peer = name_of(self._own_path or Path("a Unix socket")) if self._within_host else peer_name(link)
         try:
             link.send(GREETING)
-        except OSError:  # it has disconnected
+        except OSError:  # the peer has disconnected
             link.close()
             return
         connection = Connection(link, self._messages, peer, self._limits)
         self._on_connection(connection)
         if self._on_message is not None:
             fd = connection.fileno()
-            # the loop reports data that has already arrived
+            # the loop also reports data that arrived before this call
             self._loop.watch(fd, _EDGES, partial(self._serve, fd, connection), lambda _: self._forget_closed(fd))
             self._served[fd] = connection
 
@@ -148,7 +148,7 @@ class Listener:
             self._on_close(connection)
 
     def _forget_closed(self, fd: int) -> None:
-        """Forget a connection that was closed elsewhere, and whose descriptor number is reused."""
+        """Remove a connection that was closed elsewhere, and whose descriptor number is used again."""
         self._on_close(self._served.pop(fd))
 
     def _tell_of_refused(self, who: str) -> None:
@@ -165,18 +165,19 @@ def _address_of(listener: socket.socket) -> tuple[str, int] | Path:
     return Path(name) if listener.family == socket.AF_UNIX else (name[0], name[1])
 
 
-MOST_UNPROVEN = 64  # connections; above this number, the oldest is dropped
-_MOST_A_TURN = 8  # new connections accepted before known connections are served again
+MOST_UNPROVEN = 64  # largest number of connections without proof; the oldest is dropped to make room
+_MOST_A_TURN = 8  # number of new connections to accept before established connections are served again
 _BACKLOG = 256
-_UNAUTHENTICATED = 64.0  # in a row, before a listener with a limit pauses
-_PAUSE_S = 0.05  # if no descriptor is left
+# number of unauthenticated peers in quick succession before a listener with a rate limit pauses
+_UNAUTHENTICATED = 64.0
+_PAUSE_S = 0.05  # pause in seconds when no descriptor is left
 
 
 OnFault = Callable[[Exception], object]
 
 
 class SocketLoop:
-    """Event loop over sockets and their handlers. Only one thread at a time may wait."""
+    """Event loop that calls the handlers of sockets. Only one thread at a time may wait."""
 
     def __init__(self) -> None:
         self.handlers: dict[int, tuple[Callable[[int], None], OnFault]] = {}
@@ -185,10 +186,11 @@ class SocketLoop:
         self._epoll.register(self._wakes, select.EPOLLIN)
 
     def watch(self, fd: int, events: int, handler: Callable[[int], None], on_fault: OnFault) -> None:
-        """Call `handler` with the epoll events of a descriptor.
+        """Call `handler` with every epoll event of a descriptor.
 
         Args:
-            on_fault: called with an exception of the handler, or if the descriptor was closed and its number is reused.
+            on_fault: called with an error if the handler raises one, or if the descriptor was closed and its number is
+                used again.
         """
         if (closed := self.handlers.pop(fd, None)) is not None:
             closed[1](ConnectionError("it was closed"))
@@ -196,44 +198,45 @@ class SocketLoop:
         self._epoll.register(fd, events)
 
     def change(self, fd: int, events: int) -> None:
-        """Watch for other events."""
+        """Wait for different events of a descriptor from now on."""
         self._epoll.modify(fd, events)
 
     def forget(self, fd: int) -> None:
-        """Stop watching a descriptor, which may be closed already."""
+        """Stop waiting for events of a descriptor, which may already be closed."""
         if self.handlers.pop(fd, None) is not None:
-            with suppress(OSError):  # a closed descriptor has left the epoll already
+            with suppress(OSError):  # the kernel has already removed a closed descriptor from the epoll instance
                 self._epoll.unregister(fd)
 
     def ready(self, patience_s: float | None) -> list[tuple[int, int]]:
-        """Wait until sockets are ready. Return their descriptors and events."""
+        """Wait until sockets are ready; return their descriptors and events."""
         return self._epoll.poll(patience_s)
 
     def wake(self) -> None:
-        """End the current wait and all later ones. Any thread may call this."""
+        """Make the current wait and all later waits return immediately. Any thread may call this method."""
         os.eventfd_write(self._wakes, 1)
 
     def close_loop(self) -> None:
-        """Close the loop's own descriptors."""
+        """Close the descriptors that the loop has opened."""
         self._epoll.close()
         os.close(self._wakes)
 
 
 class Admission:
-    """Admission control that passes connections of the run to `welcome`.
+    """Admission control of a listener, which passes connections of the run to `welcome`.
 
-    All calls must come from the loop's thread, or hold its lock.
+    Callers must be in the thread of the loop, or hold the lock of the loop.
 
     Args:
-        listening: socket from `listen`; it is closed with the admission.
-        key: key of the run; None for Unix sockets, for which the kernel names the peer's user.
-        welcome: called with a connection, which it then owns, and with the received message.
-        expects: length of the message that the other end must send inside TLS, after its proof.
-        unauthenticated_per_s: rate of unauthenticated peers above which the listener pauses. None: no limit.
+        listening: socket from `listen`, which `close` closes.
+        key: key of the run. None for Unix sockets, for which the kernel reports the user of the peer.
+        welcome: called with the socket of an accepted connection, and with the received message. The function then owns
+            the socket.
+        expects: length in bytes of the message that the other end must send after the TLS handshake.
+        unauthenticated_per_s: rate of unauthenticated peers above which the listener pauses; None for no limit.
         on_refused: called with the name of each rejected peer.
 
     Attributes:
-        pending: connections without proof yet, oldest first.
+        pending: connections that have not proved the key yet, oldest first.
         unauthenticated: number of rejected peers.
     """
 
@@ -262,14 +265,17 @@ class Admission:
         loop.watch(listening.fileno(), select.EPOLLIN, self._on_arrival, lambda _: self.rest(_PAUSE_S))
 
     def close(self) -> None:
-        """Stop listening, and drop the connections without proof."""
+        """Stop listening, and drop the connections that have not proved the key."""
         for fd in list(self.pending):
             self._forget(fd).link.close()
         self._loop.forget(self._socket.fileno())
         self._socket.close()
 
     def look(self, now: float) -> None:
-        """Drop late connections, and end a pause. The loop calls it often, or when `patience_s` is over."""
+        """Drop connections that did not prove the key in time; end an expired pause.
+
+        The loop must call this method after every wait, and wait no longer than `patience_s`.
+        """
         for fd in [fd for fd, pending in self.pending.items() if now >= pending.until]:
             self._turn_away(fd)
         if self.unauthenticated_per_s is not None:
@@ -281,13 +287,13 @@ class Admission:
             self._loop.change(self._socket.fileno(), select.EPOLLIN)
 
     def patience_s(self) -> float | None:
-        """Time until `look` has something to do; None if nothing is pending."""
+        """Return the seconds until `look` has something to do, or None if nothing is pending."""
         ends = [pending.until for pending in self.pending.values()][:1]
         ends += [] if self._rests_until is None else [self._rests_until]
         return max(0.0, min(ends) - time.monotonic()) if ends else None
 
     def rest(self, seconds: float) -> None:
-        """Pause for this long, and until unauthenticated peers are allowed again."""
+        """Accept no connections for some seconds, and until the rate limit allows unauthenticated peers again."""
         if self._rests_until is None:
             self._rests_until = time.monotonic() + seconds
             self._loop.change(self._socket.fileno(), 0)
@@ -301,7 +307,7 @@ class Admission:
                 link, _who = self._socket.accept()
             except BlockingIOError:
                 return
-            except OSError:  # no descriptors left, or the peer has disconnected
+            except OSError:  # no descriptor is left, or the peer has disconnected
                 for fd in list(self.pending):
                     self._turn_away(fd)
                 self.rest(_PAUSE_S)
@@ -322,7 +328,7 @@ class Admission:
     def _await_proof(self, link: socket.socket, key: RunKey) -> None:
         if len(self.pending) >= MOST_UNPROVEN:
             self._turn_away(next(iter(self.pending)))
-        with suppress(OSError):  # it has disconnected; reading its first byte will fail
+        with suppress(OSError):  # the peer has disconnected, and reading its first byte will fail
             link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         fd, handshake = link.fileno(), TlsHandshake(link, key.client_and_server[1], accepts=True)
         self._loop.watch(fd, select.EPOLLIN, partial(self._go_on, fd, key), partial(self._on_fault, fd))
@@ -332,12 +338,12 @@ class Admission:
         handshake = self.pending[fd].handshake
         try:
             message = handshake.message(self._expects)
-        except (OSError, ValueError):  # includes TLS errors
+        except (OSError, ValueError):  # TLS errors are subclasses of OSError
             self._turn_away(fd)
             return
         if message is None:
             return
-        if not has_key(handshake.link, key):  # another certificate, signed by the run's key
+        if not has_key(handshake.link, key):  # the certificate differs, although the run's key has signed it
             self._turn_away(fd)
             return
         self._welcome(self._forget(fd).link, message)
@@ -369,19 +375,19 @@ class _Pending:
 
 
 class TlsHandshake:
-    """TLS 1.3 handshake with the run's key, on a socket with any timeout.
+    """TLS 1.3 handshake with the run's key, on a blocking or non-blocking socket.
 
-    Both ends prove the key, then each may send a message inside TLS. OpenSSL reads whole records and not a byte more,
-    so that another protocol may follow on the socket (`released`).
+    Both ends prove that they have the key. Each end may then send a message inside TLS. OpenSSL reads no bytes beyond a
+    TLS record, so that another protocol can follow on the same socket (`released`).
 
     Args:
-        link: connected socket; TLS wraps it when `message` is first called.
+        link: connected socket. The first call of `message` wraps the socket in TLS.
         context: TLS context of the run's key.
-        accepts: True at the end that was connected to.
+        accepts: True at the accepting end of the connection.
         opening: message to send inside TLS after the handshake.
 
     Attributes:
-        link: the connection, which the caller closes.
+        link: the connection, which the caller must close.
     """
 
     def __init__(self, link: socket.socket, context: ssl.SSLContext, *, accepts: bool, opening: bytes = b"") -> None:
@@ -391,12 +397,12 @@ class TlsHandshake:
         self._message = b""
 
     def message(self, length: int) -> bytes | None:
-        """Continue as far as possible; return the peer's message once it is complete.
+        """Continue the handshake as far as possible. Return the peer's message once it is complete.
 
         Raises:
             OSError: the peer does not hold the key, does not support TLS 1.3, or has disconnected.
         """
-        if not isinstance(self.link, ssl.SSLSocket):  # a silent peer does not cost a TLS object
+        if not isinstance(self.link, ssl.SSLSocket):  # done only now, so that a silent peer does not cost a TLS object
             self.link = self._context.wrap_socket(self.link, server_side=self._accepts, do_handshake_on_connect=False)
         try:
             if not self._shaken:
@@ -408,7 +414,8 @@ class TlsHandshake:
                 if not (found := self.link.recv(length - len(self._message))):
                     raise _closed()
                 self._message += found
-        except (ssl.SSLWantReadError, ssl.SSLWantWriteError):  # the kernel always has room for its writes
+        # more bytes of the peer are needed; writes always fit into the kernel's buffer
+        except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
             return None
         except (ssl.SSLEOFError, ssl.SSLZeroReturnError):
             raise _closed() from None
@@ -416,7 +423,7 @@ class TlsHandshake:
 
 
 def released(link: socket.socket) -> socket.socket:
-    """Return the socket below TLS, without a TLS closing message."""
+    """Return the socket below TLS, and send no TLS closing message."""
     return socket.socket(link.family, link.type, link.proto, link.detach())
 
 
@@ -424,7 +431,7 @@ def listen(where: tuple[str, int] | Path) -> socket.socket:
     """Listen at an address, or at a path in a private folder.
 
     Raises:
-        ChannelError: the address cannot be used, or the folder is open to other users.
+        ChannelError: the address cannot be used, or other users can access the folder.
     """
     with ExitStack() as held:
         place: Any
@@ -456,7 +463,7 @@ def listen(where: tuple[str, int] | Path) -> socket.socket:
 
 
 def peer_name(link: socket.socket) -> str:
-    """Format the other end of a TCP connection."""
+    """Format the address of the other end of a TCP connection."""
     try:
         return name_of(link.getpeername()[:2])
     except OSError:

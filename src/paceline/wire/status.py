@@ -1,9 +1,9 @@
-"""Status board, where ranks publish their phase and the launcher announces generations.
+"""Status board on which ranks publish their phase, and the launcher announces generations.
 
-The board is a file in memory. A mark costs three 8-byte stores, so ranks may mark every phase of every step. A
-generation begins when a rank is lost or joins, and waits for ranks of an earlier generation end.
-`elastic/membership.py` decides on generations; in a rank, it registers a check with `watch_generation` that shows if a
-generation is over. Nothing here imports torch.
+The board is a file in shared memory. A mark takes only three 8-byte stores, so ranks can mark every phase of every
+step. A new generation begins when a rank is lost or joins. Waits for ranks of an earlier generation then end.
+`elastic/membership.py` decides when a generation begins. In a rank, `watch_generation` registers a function that
+returns whether the generation is over. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -24,18 +24,19 @@ Phase = Literal["starting", "data", "compute", "sync", "optimizer", "checkpoint"
 PHASES: tuple[Phase, ...] = get_args(Phase)
 
 _CODES = {phase: code for code, phase in enumerate(PHASES)}
-_SLOT_BYTES = 64  # one cache line per slot, so that ranks do not slow each other's marks
+_SLOT_BYTES = 64  # one cache line per slot, so that the marks of ranks do not slow one another down
 _PID, _ATTEMPT, _PHASE, _STEP, _CHANGED, _GENERATION = range(6)  # 8-byte fields of a slot
-_CURRENT, _WANTED = range(2)  # fields of the last slot, which is the launcher's
+_CURRENT, _WANTED = range(2)  # fields of the last slot, which belongs to the launcher
 
 
 @dataclass(frozen=True)
 class RankStatus:
-    """State of one rank, as shown in its slot.
+    """State of one rank, as published in its slot.
 
     Attributes:
-        phase: `joining` is a replacement that waits to join.
-        changed_ns: time of the last mark by CLOCK_MONOTONIC, which all processes of a machine share.
+        phase: what the rank is doing. A replacement that waits to join is in phase `joining`.
+        changed_ns: time of the last mark in nanoseconds of CLOCK_MONOTONIC, which is the same for all processes of a
+            machine.
         generation: generation in which the rank takes part.
     """
 
@@ -48,14 +49,14 @@ class RankStatus:
     generation: int = 0
 
     def idle_s(self, now_ns: int) -> float:
-        """Seconds since the last mark."""
+        """Return the seconds since the last mark."""
         return (now_ns - self.changed_ns) / 1e9
 
 
 class StatusBoard:
-    """Shared memory map with one fixed slot per rank, and one of the launcher.
+    """Shared memory map with one fixed slot per rank and one slot for the launcher.
 
-    The launcher calls `create`, `read` and `announce`; a rank calls `of_this_rank`, `mark` and `enter`.
+    The launcher calls `create`, `read` and `announce`. A rank calls `of_this_rank`, `mark` and `enter`.
     """
 
     def __init__(self, memory: mmap.mmap, rank: int = 0) -> None:
@@ -67,7 +68,7 @@ class StatusBoard:
 
     @classmethod
     def create(cls, path: Path, ranks: int, attempt: int = 0) -> StatusBoard:
-        """Create the file for `ranks` ranks, readable by its owner only; all are `starting`."""
+        """Create the file for `ranks` ranks, which are all in phase `starting`. Only its owner can read the file."""
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
             os.ftruncate(fd, (ranks + 1) * _SLOT_BYTES)
@@ -87,7 +88,7 @@ class StatusBoard:
 
     @classmethod
     def of_this_rank(cls) -> StatusBoard:
-        """Open this rank's slot of the launcher's board; without such a launcher, a private board."""
+        """Open this rank's slot on the launcher's board. Without a launcher of paceline, make a private board."""
         environment = RankEnvironment.from_env() if is_our_rank() else None
         if environment is None or environment.status_file is None:
             return cls(mmap.mmap(-1, 2 * _SLOT_BYTES))
@@ -97,14 +98,14 @@ class StatusBoard:
         return board
 
     def mark(self, phase: Phase, step: int) -> None:
-        """Publish that this rank is now in `phase` of `step`. Takes well under a microsecond."""
+        """Publish that this rank is now in `phase` of `step`. The call takes well under a microsecond."""
         slot = self._slot
         slot[_PHASE] = _CODES[phase]
         slot[_STEP] = step
         slot[_CHANGED] = time.monotonic_ns()
 
     def put(self, rank: int, pid: int, phase: Phase, step: int, changed_ns: int, generation: int = 0) -> None:
-        """Publish the received state of a rank on another host."""
+        """Publish the state of a rank on another host, as received from that host."""
         first = rank * _SLOT_BYTES // 8
         slot = self._words[first : first + _SLOT_BYTES // 8]
         slot[_PID], slot[_PHASE], slot[_STEP] = pid, _CODES[phase], step
@@ -115,22 +116,22 @@ class StatusBoard:
         self._slot[_GENERATION] = generation
 
     def announce(self, current: int, wanted: int) -> None:
-        """Announce the current generation, and the one that begins after a step."""
+        """Announce the current generation, and the generation that should begin after a step."""
         self._launchers[_WANTED] = wanted
         self._launchers[_CURRENT] = current
 
     @property
     def current_generation(self) -> int:
-        """Newest generation that has begun; ranks of other generations leave at once."""
+        """Number of the newest generation that has begun. Ranks of earlier generations abort their step."""
         return self._launchers[_CURRENT]
 
     @property
     def wanted_generation(self) -> int:
-        """Generation to begin after a step; the current one if no process joins."""
+        """Number of the generation to begin after a step; the current one if nothing changes."""
         return self._launchers[_WANTED]
 
     def read(self) -> list[RankStatus]:
-        """Read phase and step of every rank, in rank order."""
+        """Read the status of every rank, in rank order."""
         words = self._settled()
         width = _SLOT_BYTES // 8
         slots = [words[first : first + width] for first in range(0, len(words) - width, width)]
@@ -140,16 +141,16 @@ class StatusBoard:
         ]
 
     def close(self) -> None:
-        """Unmap the memory. The file stays; its creator removes it."""
+        """Unmap the memory. The creator of the file removes the file."""
         self._slot.release()
         self._launchers.release()
         self._words.release()
         self._memory.close()
 
     def _settled(self) -> list[int]:
-        """Read all words until two readings are equal, so that phase and step are consistent."""
+        """Read all slots until two readings are equal, so that the values are consistent."""
         words = self._words.tolist()
-        for _ in range(10):  # ranks that mark faster than this loop are alive anyway
+        for _ in range(10):  # if ranks mark faster than this loop reads, they are certainly alive
             words, before = self._words.tolist(), words
             if words == before:
                 break
@@ -157,45 +158,46 @@ class StatusBoard:
 
 
 _LOOK_S = 0.002
-# time between a rank's detection of a dead peer and the launcher's announcement of the next generation
+# longest time from a rank's detection of a dead peer to the launcher's announcement of the next generation
 _ANNOUNCED_WITHIN_S = 2.0
-_WAITED = "_paceline_waited"  # attribute of an error after a wait without an announcement
+_WAITED = "_paceline_waited"  # attribute of an error for which a wait has ended without an announcement
 
 _is_over: Callable[[], bool] | None = None
 
 
 @dataclass(frozen=True)
 class Generation:
-    """Generation of a run.
+    """Generation of a run: the processes that train together.
 
-    `members` are the numbers of its processes, ascending; a member's rank is its place among them.
+    `members` are the numbers of its processes in ascending order. The rank of a process is its index in `members`.
     """
 
     number: int
     members: tuple[int, ...]
 
     def rank_of(self, member: int) -> int:
-        """Return the rank of a process in this generation's group."""
+        """Return the rank of a process in this generation."""
         return self.members.index(member)
 
 
 def next_number(current: int, wanted: int, own: int) -> int | None:
     """Return the number of the generation to enter after generation `own`, or None.
 
-    Members enter a wanted generation after they have decided together to leave the current one. A joining process
-    enters it once all members are there and it is current; until then the members may end the run.
+    Members enter a wanted generation once they have agreed to leave the current generation. A joining process enters
+    the generation once all members have entered and it is the current generation. Until then, the members may end the
+    run.
     """
     newest = current if own < 0 else max(current, wanted)
     return newest if newest > own else None
 
 
 class GenerationOver(SyncError):
-    """Raised if a wait is interrupted because the ranks meet again in the next generation."""
+    """Raised if a wait is interrupted because the next generation begins."""
 
 
 @contextmanager
 def watch_generation(is_over: Callable[[], bool]) -> Iterator[None]:
-    """Context in which waits for other ranks end with `GenerationOver` once `is_over` is true."""
+    """Make waits for other ranks raise `GenerationOver` inside the context, once `is_over` returns true."""
     global _is_over
     before, _is_over = _is_over, is_over
     try:
@@ -205,20 +207,20 @@ def watch_generation(is_over: Callable[[], bool]) -> Iterator[None]:
 
 
 def generations_are_watched() -> bool:
-    """True if this process takes part in a run whose generations may end."""
+    """Return True if this process takes part in a run whose generations may end."""
     return _is_over is not None
 
 
 def generation_is_over() -> bool:
-    """True if this generation is over, so that waits for its ranks must end."""
+    """Return True if this process's generation is over, so that waits must end."""
     return _is_over is not None and _is_over()
 
 
 def ends_generation(error: BaseException) -> bool:
-    """True if the only cause of an error is the end of the generation.
+    """Return True if an error was caused only by the end of the generation.
 
-    A lost peer may be noticed before the end of the generation is announced, so this waits briefly for the
-    announcement.
+    A rank may notice a lost peer before the end of the generation is announced. The function therefore waits briefly
+    for the announcement.
     """
     if isinstance(error, GenerationOver):
         return True
@@ -234,9 +236,9 @@ def ends_generation(error: BaseException) -> bool:
 
 
 def _is_of_other_ranks(error: BaseException) -> bool:
-    """True for errors of waits for other ranks, or of access to their memory.
+    """Return True for errors in waits for other ranks or access to their memory.
 
-    These are paceline's errors, and torch's `DistError`.
+    These are errors of paceline, and `DistError` of torch.
     """
     return isinstance(error, (SyncError, ClusterError)) or any(
         kind.__name__ == "DistError" for kind in type(error).__mro__

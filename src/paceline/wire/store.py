@@ -1,7 +1,7 @@
-"""Rendezvous store: keys and values that only processes of the run read and write.
+"""Rendezvous store: keys and values that only processes of the run can read and write.
 
-The calls are those of torch's `TCPStore`, for which `paceline.comm.rendezvous` wraps it. The server never blocks: a
-wait is a request that is answered later, and the client handles its time-out.
+The store has the calls of torch's `TCPStore`, and `paceline.comm.rendezvous` wraps it as a torch store. The server
+never blocks. A wait is a request that the server answers later, and the client handles the timeout.
 """
 
 from __future__ import annotations
@@ -21,17 +21,18 @@ from paceline.wire.key import RunKey
 from paceline.wire.listener import Listener, Where
 from paceline.wire.status import generation_is_over
 
-KEY_LIMIT, VALUE_LIMIT, TOTAL_LIMIT = 2**12, 2**20, 2**28  # bytes; the last is for all together
-_MOST_SHOWN = 8  # missing keys shown in an error
+# largest sizes in bytes of a key, of a value, and of all keys and values together
+KEY_LIMIT, VALUE_LIMIT, TOTAL_LIMIT = 2**12, 2**20, 2**28
+_MOST_SHOWN = 8  # number of missing keys shown in an error
 
 
 What = Literal["set", "get", "wait", "check", "add", "append", "compare_set", "delete", "count"]
 
 
 class Request(msgspec.Struct, array_like=True, tag="request", forbid_unknown_fields=True):
-    """Call with a number, by which an answer after the deadline is recognized.
+    """Request to the store. By its number, the client recognizes an answer that arrives after the deadline.
 
-    `get` and `wait` are answered when all keys exist.
+    The server answers `get` and `wait` once all keys exist.
     """
 
     number: int
@@ -42,7 +43,7 @@ class Request(msgspec.Struct, array_like=True, tag="request", forbid_unknown_fie
 
 
 class Answer(msgspec.Struct, array_like=True, tag="answer", forbid_unknown_fields=True):
-    """Answer to a request; `problem` is the reason for a refusal."""
+    """Answer to a request. `problem` is the reason if the request was refused."""
 
     number: int
     values: list[bytes] = []
@@ -55,7 +56,7 @@ class StoreServer:
     """Server of the store, in a thread of this process.
 
     Args:
-        key, where: as in `Listener`.
+        key, where: see `Listener`.
     """
 
     def __init__(self, key: RunKey | None, where: Where) -> None:
@@ -71,14 +72,14 @@ class StoreServer:
         return self._listener.unauthenticated
 
     def close(self) -> None:
-        """Stop serving; clients get an error."""
+        """Stop the server. Later calls of clients raise an error."""
         self._listener.close()
 
     def _forget(self, connection: Connection) -> None:
         self._waiting.pop(connection, None)
 
     def _obey(self, connection: Connection, request: Request) -> None:
-        self._forget(connection)  # a new request of a client ends its old wait
+        self._forget(connection)  # a new request of a client ends the client's earlier wait
         if request.what in ("get", "wait") and (missing := set(request.keys) - self._values.keys()):
             self._waiting[connection] = request, missing
             return
@@ -90,7 +91,7 @@ class StoreServer:
         connection.post(answer)
 
     def _answer(self, request: Request, answer: Answer) -> None:
-        """Carry out a request. Raise ValueError if that is impossible, e.g. for a wrong number of keys."""
+        """Carry out a request. Raise ValueError if the request is invalid, for example if it has too many keys."""
         keys, values = request.keys, request.values
         match request.what:
             case "get":
@@ -139,13 +140,13 @@ class StoreServer:
             self._wake(key)
 
     def _wake(self, key: str) -> None:
-        """Answer requests that only wait for this key."""
+        """Answer the requests that were waiting only for this key."""
         for connection, (request, missing) in list(self._waiting.items()):
             missing.discard(key)
             if not missing:
                 try:
-                    self._obey(connection, request)  # a deleted key is awaited again
-                except ChannelError:  # the connection's end is handled elsewhere
+                    self._obey(connection, request)  # if another key was deleted meanwhile, the request waits again
+                except ChannelError:  # the listener handles the end of the connection
                     self._forget(connection)
 
 
@@ -155,8 +156,9 @@ class StoreClient:
     Each call raises ChannelError if the server is lost, and DeadlineError if it does not answer in time.
 
     Args:
-        where: the server's address and port, with the run's key; or its Unix socket, without a key.
-        deadline_s: default deadline of calls, and deadline for connecting.
+        where: address and port of the server, which need the run's key, or the path of a Unix socket, which needs no
+            key.
+        deadline_s: default deadline of calls, and deadline to connect.
     """
 
     def __init__(self, where: tuple[str, int] | Path, key: RunKey | None, deadline_s: float) -> None:
@@ -176,11 +178,11 @@ class StoreClient:
         self._ask("set", values, deadline_s, values.values())
 
     def get(self, key: str, deadline_s: float | None = None) -> bytes:
-        """Return a value, after waiting until it exists."""
+        """Wait until a key exists; return its value."""
         return self.get_all([key], deadline_s)[0]
 
     def get_all(self, keys: Iterable[str], deadline_s: float | None = None) -> list[bytes]:
-        """Return several values, after waiting until all exist."""
+        """Wait until all keys exist; return their values."""
         return self._ask("get", keys, deadline_s).values
 
     def wait(self, keys: Iterable[str], deadline_s: float | None = None) -> None:
@@ -192,15 +194,18 @@ class StoreClient:
         return not self._ask("check", keys, deadline_s).keys
 
     def add(self, key: str, amount: int, deadline_s: float | None = None) -> int:
-        """Add to a number (0 if missing); return the sum."""
+        """Add `amount` to a number; return the sum. A missing key counts as 0."""
         return self._ask("add", [key], deadline_s, amount=amount).count
 
     def append(self, key: str, value: bytes, deadline_s: float | None = None) -> None:
-        """Append to a value (empty if missing)."""
+        """Append to a value. A missing key counts as an empty value."""
         self._ask("append", [key], deadline_s, [value])
 
     def compare_set(self, key: str, expected: bytes, desired: bytes, deadline_s: float | None = None) -> bytes:
-        """Set a value if it equals the expected one (empty: if missing). Return the value afterwards."""
+        """Set a key to `desired` if its value equals `expected`; return the resulting value.
+
+        An empty `expected` also matches a missing key.
+        """
         return self._ask("compare_set", [key], deadline_s, [expected, desired]).values[0]
 
     def delete(self, key: str, deadline_s: float | None = None) -> bool:
@@ -219,7 +224,7 @@ class StoreClient:
                 connection.close()
 
     def _connect(self, deadline_s: float) -> Connection:
-        # stop waiting for a store whose host was lost once the generation that uses it is over
+        # once the generation is over, stop waiting for its store, whose host may be lost
         connection = connect(self._where, self._key, Answer, deadline_s=deadline_s, stopped=generation_is_over)
         with self._lock:
             if self._closed:
@@ -235,7 +240,7 @@ class StoreClient:
         values: Iterable[bytes] = (),
         amount: int = 0,
     ) -> Answer:
-        """Send a request over this thread's own connection, and wait for its answer."""
+        """Send a request over an idle connection, and wait for the answer."""
         request = Request(next(self._numbers), what, list(keys), list(values), amount)
         deadline_s = self.deadline_s if deadline_s is None else deadline_s
         until = time.monotonic() + deadline_s
@@ -274,5 +279,5 @@ def _exchange(connection: Connection, request: Request, until: float) -> Answer:
     connection.send(request, max(0.0, until - time.monotonic()) + 1.0)
     while True:
         answer: Answer = connection.receive(max(0.0, until - time.monotonic()))
-        if answer.number == request.number:  # otherwise it answers a request that has timed out
+        if answer.number == request.number:  # any other answer belongs to a request that has timed out
             return answer

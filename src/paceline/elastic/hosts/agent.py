@@ -95,7 +95,7 @@ class Coordinator(Peer):
 
 
 def run_agent(coordinator: Coordinator, who: str) -> int:
-    """Follow orders until the coordinator dismisses this host; return the exit code of host 0's command."""
+    """Follow orders until the coordinator dismisses this host. Return the exit code of host 0's command."""
     attempt = coordinator.attempt
     with StopSignals() as signals:
         told = False
@@ -220,7 +220,7 @@ class AgentAttempt:
 
     @property
     def recovers_alone(self) -> bool:
-        """True if the ranks on this host may continue after the loss of the coordinator's host."""
+        """True if the ranks on this host may continue without the coordinator's host."""
         return self.begin.spares(self.coordinator.name)
 
     @property
@@ -248,7 +248,7 @@ class AgentAttempt:
         return messages.Held(self.begin.attempt, newest, ranks)
 
     def keep(self) -> None:
-        """Interrupt the step of the ranks, and let the ranks wait for a generation of a new coordinator."""
+        """Interrupt the ranks' step, and make the ranks wait for a new coordinator."""
         number = max(self.board.current_generation, self.board.wanted_generation) + 1
         self.announce(messages.Announce(number, [], number, []))
 

@@ -1,4 +1,4 @@
-"""File transfer between hosts without a shared disk, and digests to compare the files of hosts."""
+"""File transfer between hosts without a shared disk, and digests to compare files."""
 
 from __future__ import annotations
 
@@ -214,7 +214,7 @@ _FILES_READ = 64
 
 
 def differences(look: Look, link: Link, answer: Looked) -> list[str]:
-    """Describe the modules and files of another host that differ from the copies on this host."""
+    """Describe modules and files of another host that differ from this host's copies."""
     found = []
     for name, digest in digests(look).items():
         if digest and digest != (theirs := answer.digests.get(name, "")):
@@ -249,7 +249,7 @@ def _file_of(module: str) -> Path | None:
 
 
 def _digest(path: Path, suffixes: tuple[str, ...]) -> str:
-    """Compute a digest of the size and both ends of a file, or of the content of a folder."""
+    """Compute a digest of a file or a folder. Large files are read only at both ends."""
     if not path.is_dir():
         return _of_file(path)
     names = sorted(_below(path, suffixes))
@@ -261,7 +261,7 @@ def _digest(path: Path, suffixes: tuple[str, ...]) -> str:
 
 
 def _below(folder: Path, suffixes: tuple[str, ...]) -> Iterator[str]:
-    """List the files below a folder that are not hidden, as paths relative to the folder."""
+    """List the files below a folder that are not hidden, as relative paths."""
     for place, folders, names in os.walk(folder):
         folders[:] = [name for name in folders if not name.startswith(".") and name not in _NOT_DATA]
         for name in names:

@@ -1,4 +1,4 @@
-"""Gathering of a run's host processes: host 0 listens, and all other hosts connect to it.
+"""Gathering of a run's host processes: all other hosts connect to host 0.
 
 Incompatible hosts are refused before anything starts.
 """
@@ -110,7 +110,7 @@ def welcomed(own: Host, meeting: Meeting, links: Sequence[Link], key: RunKey, *,
 
 
 def links_of(place: HostPlace, key: RunKey, meeting: Meeting, check: Callable[[], None] = lambda: None) -> list[Link]:
-    """Wait for all other hosts; return the links to them in the order of host numbers.
+    """Wait for all other hosts; return the links in the order of host numbers.
 
     After this call, the hosts wait for a `Welcome`.
 
@@ -459,7 +459,7 @@ def _resolved(place: HostPlace) -> str:
 
 
 def _different(names: list[str]) -> list[str]:
-    """Make the names of hosts unique: append the number of the host to names that occur more than once."""
+    """Make host names unique. Append the number of the host to names that occur more than once."""
     return [f"{name}-{i}" if names.count(name) > 1 else name for i, name in enumerate(names)]
 
 
@@ -539,7 +539,7 @@ def told_elsewhere(place: HostPlace, key: RunKey) -> Iterator[list[Elsewhere]]:
 
 
 def _route(place: HostPlace) -> tuple[str, str]:
-    """Return the addresses at which this host and host 0 reach each other, without sending anything."""
+    """Return the addresses at which this host and host 0 reach each other. Nothing is sent."""
     family, kind, _, _, where = socket.getaddrinfo(place.coordinator, place.port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as link:
         link.connect(where)

@@ -1,4 +1,4 @@
-"""Coordinator's view of the other hosts, and of the ranks of an attempt on these hosts."""
+"""Coordinator's view of the other hosts, and of the ranks on them."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def hosts_wait_s() -> float:
 
 @dataclass(frozen=True)
 class NextGeneration:
-    """First generation after the loss of a coordinator, which begins with the ranks that hosts have kept.
+    """First generation of the kept ranks after the loss of a coordinator.
 
     Attributes:
         kept: the attempt on this host, with the ranks that it has kept.
@@ -107,7 +107,7 @@ class Takeover:
 
 
 class Returns:
-    """Record of the lost hosts that may come back, and of the hosts that have come back.
+    """Record of the lost hosts that may come back or have come back.
 
     Args:
         revive: function that restarts the host process of a host; None if paceline does not start host processes.
@@ -146,7 +146,7 @@ class Returns:
         self._back.put(link)
 
     def back(self) -> list[Link]:
-        """Return the hosts that have come back since the last call, and now wait for orders."""
+        """Return the hosts that have come back since the last call."""
         found = []
         with suppress(queue.Empty):
             while True:
@@ -409,7 +409,7 @@ class RemoteRanks:
         return succeeds and self._begin is not None and self._begin.spares(self.hosts.cluster.hosts[0].name)
 
     def _whole(self, begin: messages.Begin) -> messages.Begin:
-        """Fill in the folder and the heartbeat port of the message, and start to listen for heartbeats."""
+        """Complete the message with the folder and the heartbeat port; start to listen for heartbeats."""
         if begin.spares_hosts:
             self._pulses = Pulses(
                 lambda kinds, take: self.hosts.listener(kinds, on_message=take),
@@ -442,14 +442,14 @@ class RemoteRanks:
                 link.send(part)
 
     def expect(self, host: int, *, again: bool) -> bool:
-        """Decide whether a lost host may come back; return True if the host may come back."""
+        """Decide whether a lost host may come back. Return the decision."""
         if self.hosts.returns is None:
             return False
         self.hosts.returns.expect(host) if again else self.hosts.returns.leave_out(host)
         return again
 
     def release(self, host: int) -> None:
-        """Dismiss a host whose ranks have left, once the host has ended its part of the attempt."""
+        """Dismiss a host whose ranks have left, after the end of its attempt."""
         link = next(link for link in self.links if link.number == host)
         self.spared.append(link)
         self._released.append(link)
@@ -585,7 +585,7 @@ class RemoteRanks:
 
     @property
     def silent(self) -> str:
-        """Names and ranks of the hosts that were silent for too long, one line per host."""
+        """Names and ranks of hosts that were silent for too long, one line each."""
         return "\n".join(map(self._of_lost, self._silent))
 
     def _end_lost(self) -> None:

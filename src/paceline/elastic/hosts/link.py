@@ -188,7 +188,7 @@ class AbsentLink(Link):
 
 
 class Meeting:
-    """Listener to which hosts connect, on the coordinator or on a host that may become the coordinator.
+    """Listener to which hosts connect, on a coordinator or a possible next coordinator.
 
     The port stays open as long as the host process runs. A closed port therefore shows that the process has ended.
 
@@ -460,7 +460,7 @@ def measured_cluster(own: Host, links: Sequence[Link], *, measures: bool = True)
 
 
 def answer_probes(address: str, key: RunKey | None) -> Listener | None:
-    """Answer probes of other hosts at an address; return the listener, or None if it cannot listen."""
+    """Answer probes of other hosts at an address. Return the listener, or None if it cannot listen."""
 
     def echo(peer: Connection, _: messages.Probe) -> None:
         peer.post(messages.Echo())
@@ -523,7 +523,10 @@ def _note(found: Found, number: int, speed: messages.Speed) -> None:
 def _speed(
     number: int, send: Callable[[Struct], None], echoed: Callable[[], bool], budget_s: float
 ) -> messages.Speed | None:
-    """Measure the round-trip time and the bulk rate of a link; return None if the host does not answer."""
+    """Measure the round-trip time and the bulk rate of a link.
+
+    The result is None if the host does not answer.
+    """
     times = []
     for _ in range(_PINGS):
         began = time.perf_counter()

@@ -299,7 +299,7 @@ class Successor(Struct, array_like=True, frozen=True):
 
 
 class Past(Struct, array_like=True, frozen=True):
-    """Losses of a run so far, from which a coordinator decides which ranks to leave out.
+    """Losses of a run so far. From these, a coordinator decides which ranks to leave out.
 
     Attributes:
         losses: age of each loss in seconds, indexed by rank.

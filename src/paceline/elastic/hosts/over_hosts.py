@@ -46,7 +46,7 @@ _IMPORT_PATH = re.compile(r"(?P<module>[^\n]+\.py|[A-Za-z_][\w.]*):[A-Za-z_][\w.
 
 @contextmanager
 def over_hosts() -> Iterator[None]:
-    """Connect all hosts of this run, so that the context can start ranks on all of them.
+    """Connect all hosts of this run, so that the context can start ranks there.
 
     On host 0, the body of the context is the command. On any other host, this process is an agent until the command has
     ended on host 0. If host 0 is lost and the run can continue without it, the body runs on the next coordinator, and
@@ -122,7 +122,7 @@ def _texts(value: Any) -> Iterator[str]:
 
 
 def _key(place: HostPlace) -> RunKey:
-    """Return the key that was passed to this host, or the user's own key if there is none.
+    """Return the key that was passed to this host, or the user's own key.
 
     The path of the user's key is added to the environment for the ranks.
     """

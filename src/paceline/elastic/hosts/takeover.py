@@ -108,7 +108,7 @@ def met_again(place: HostPlace, key: RunKey, before: Coordinator) -> Hosts | Coo
 
 
 def coordinator_at(place: HostPlace, key: RunKey, before: Coordinator) -> Coordinator | None:
-    """Connect to the host that may coordinate; return None if that host is lost as well."""
+    """Connect to the host that may coordinate. Return None if that host is lost as well."""
     try:
         connection = _reached((place.coordinator, place.port), key)
         held = before.attempt.held() if before.attempt else None
@@ -122,7 +122,7 @@ def coordinator_at(place: HostPlace, key: RunKey, before: Coordinator) -> Coordi
 
 
 def is_known_to_have_ended(before: Coordinator, key: RunKey) -> bool:
-    """Return True if the coordinator's process has ended, and is not only behind a cut network."""
+    """Return True if the coordinator's process is known to have ended. A cut network is no proof."""
     assert before.succession is not None
     first = before.succession.hosts[0]
     return not before.silent and first.port != 0 and _absence(first, key) == "ended"
@@ -191,7 +191,7 @@ def _add_lost(hosts: Hosts, succession: Succession, before: Coordinator) -> None
 
 
 def noted_lost(run: str) -> set[str]:
-    """Return the names of the hosts that are lost according to the record of a run.
+    """Return the names of the hosts that a run's record lists as lost.
 
     The coordinator may have been lost after it recorded a loss, but before it notified the other hosts.
     """
@@ -215,7 +215,7 @@ def _older(past: Past, by_s: float) -> Past:
 def await_others(
     place: HostPlace, key: RunKey, meeting: Meeting, links: dict[int, Link], before: Coordinator, hosts: list[Successor]
 ) -> None:
-    """Accept hosts until all hosts with higher numbers have connected, or the time limit has passed.
+    """Accept hosts until all higher numbers have connected, or the time limit has passed.
 
     This does not wait for hosts that were lost earlier or have ended. Once enough hosts have connected, the remaining
     hosts get twice the limit of silence to connect, because they may have noticed the loss later.
@@ -244,7 +244,7 @@ def _told(answer: Future[str] | None) -> str:
 
 
 def _are_enough(place: HostPlace, links: dict[int, Link], before: Coordinator, hosts: list[Successor]) -> bool:
-    """Return True if the run can continue with these hosts and the ranks that they have kept."""
+    """Return True if the run can continue with these hosts and their kept ranks."""
     has_replica = before.attempt is None or bool(whole_replicas(before.attempt, [*links.values()]))
     return has_replica and is_quorum(len({place.number, *links}), sum(not host.lost for host in hosts))
 
@@ -271,7 +271,10 @@ def _why_absent(error: DeadlineError) -> str:
 
 
 def _kept(attempt: AgentAttempt | None, links: list[Link]) -> AgentAttempt | None:
-    """Return this host's attempt if its ranks can continue, otherwise None; end all ranks that cannot continue."""
+    """Return this host's attempt if its ranks can continue, otherwise None.
+
+    Ranks that cannot continue are ended on all hosts.
+    """
     same = [link for link in links if link.held and attempt and link.held.attempt == attempt.begin.attempt]
     if attempt is not None and not whole_replicas(attempt, same):
         attempt.end()
@@ -484,7 +487,7 @@ class Readmission:
                         self._call(link)
 
     def _call(self, link: Link) -> None:
-        """Send the address where the run continues to a lost host, which may have been restarted."""
+        """Notify a lost host, which may have been restarted, of this coordinator's address."""
         with suppress(OSError, PacelineError):  # the host process does not run
             where = link.address, self._place.port
             with closing(connect(where, self.hosts.key, ToHost, deadline_s=_CALL_S)) as connection:
@@ -523,7 +526,7 @@ class Readmission:
             self.returns.take_in(link)
 
     def _unexpected(self, link: Link) -> str:
-        """Return the reason why a host with this number is not expected; "" if the host is expected."""
+        """Return the reason why a host is not expected, or "" if it is."""
         until = time.monotonic() + _NOTED_S
         while link.number not in self.returns.expected:
             if why := self.returns.left_out.get(link.number):
@@ -536,7 +539,7 @@ class Readmission:
         return ""
 
     def _other(self, link: Link) -> str:
-        """Return the reason why a host does not match the lost host, or "" if it does."""
+        """Return how a host differs from the lost host, or "" if it matches."""
         before = self._before(link)
         if isinstance(before, AbsentLink):
             before = link

@@ -154,7 +154,9 @@ _WRONG_COMMAND = 2
 
 
 def manifests(kind: str, request: Request, key: str) -> list[Manifest]:
-    """Make the manifests of a run: a Secret with the job file and the key, and the objects of the given kind.
+    """Make the manifests of a run.
+
+    These are a Secret with the job file and the key, and the objects of the given kind.
 
     Raises:
         LaunchError: an option is missing, or the run's directory would be deleted together with its pod.

@@ -262,7 +262,7 @@ class HostActor:
         self._stopped = False
 
     def address(self) -> tuple[str, int]:
-        """Return the address of this host in the cluster, and a free port at this address."""
+        """Return this host's address in the cluster, and a free port at it."""
         import ray
 
         address = ray.util.get_node_ip_address()

@@ -80,7 +80,7 @@ class Scheduler:
         raise NotImplementedError
 
     def steady_state(self, submission: Submission) -> State:
-        """Ask for the state of a run, and repeat the request if the scheduler does not answer.
+        """Ask for the state of a run. Repeat the request if the scheduler does not answer.
 
         The request is repeated for some minutes. Then the error of `state` is raised.
         """

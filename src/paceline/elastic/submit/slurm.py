@@ -186,7 +186,7 @@ def _code(submission: Submission) -> int | None:
 
 
 def _show_lines(log: Path, seen: int, *, to_the_end: bool) -> int:
-    """Show the complete lines of a log that follow byte `seen`; return the offset of the next line."""
+    """Show the complete lines of a log after byte `seen`. Return the offset of the next line."""
     try:
         with log.open("rb") as file:
             file.seek(seen)
