@@ -1,4 +1,4 @@
-"""A model split by a plan over one mesh; each rank holds its own weights."""
+"""Application of all splits of a plan to a model, over one mesh."""
 
 from __future__ import annotations
 
@@ -41,19 +41,19 @@ Call = Callable[[nn.Module, Batch], Any]
 class Split:
     """One rank's part of a model.
 
-    The split starts from a model without memory (`DeferredModel`), and allocates only this rank's part.
+    A split starts from a model without memory (`DeferredModel`) and allocates only this rank's part.
 
     Attributes:
         mesh: all ranks as a grid, with this rank's coordinate.
         example: a microbatch in the model's input format.
-        refused: the error to raise if a batch fails; set if even the undivided model cannot compute the example.
-        parts: this rank's `Part` of each of its parameters.
+        refused: error to raise if a batch fails; None unless even the undivided model fails for the example.
+        parts: a `Part` for each parameter of this rank.
         aliases: the additional names of tied parameters (`tied_names`).
-        modules: the modules that this rank computes: the model, or its pipeline stages.
-        parameters: the optimizer's parameters by their names in the undivided model. All are plain tensors, including
-            FSDP2's shards.
-        divided: the same parameters as the modules hold them: DTensors if FSDP2 shards them.
-        report: one line of text for each division.
+        modules: the modules that this rank computes, which are the model or this rank's pipeline stages.
+        parameters: the parameters for the optimizer, by name in the undivided model. All are plain tensors, including
+            the shards of FSDP2.
+        divided: the parameters of the modules, which are DTensors if FSDP2 shards them.
+        report: lines of text that describe each division.
     """
 
     def __init__(
@@ -89,9 +89,9 @@ class Split:
         Before this call the modules have shapes only and cannot compute anything.
 
         Args:
-            weights: False leaves the parameters unfilled, for a restored state.
+            weights: whether to fill the parameters; False if a checkpoint will be loaded.
         """
-        # one list, because two stages may share a tied weight
+        # a single module, because two stages may share a tied weight
         together = nn.ModuleList(self.modules)
         allocate(together, self.mesh.world.device, offload=self.fully is not None and self.fully.offload)
         self.divided = self._named(deferred.model)
@@ -133,7 +133,7 @@ class Split:
         return set(found)
 
     def _refuse_beside_whole_tokens(self, context: Context) -> None:
-        """Refuse plans that combine replicated tokens with splits that do not support them."""
+        """Raise an error if a split of the plan does not support replicated tokens."""
         plan = self.plan
         others = [key for key in ("tp", "pp") if getattr(plan, key) > 1] + ["compile"] * (plan.compile != "off")
         if context.whole and others:
@@ -194,14 +194,14 @@ class Split:
         return self.modules[0] if self.pipeline is None else nn.ModuleList(self.modules)
 
     def named_buffers(self) -> dict[str, Tensor]:
-        """This rank's buffers by their names in the undivided model."""
+        """Map names in the undivided model to this rank's buffers."""
         return dict(self.modules[0].named_buffers()) if self.pipeline is None else self.pipeline.named_buffers()
 
     def microbatches(self, shares: Sequence[int]) -> int:
-        """Number of microbatches on every rank, if data-parallel rank i has `shares[i]` samples.
+        """Return the number of microbatches if data-parallel rank i has `shares[i]` samples.
 
-        Ranks that share a collective in the forward pass need the same number of microbatches. A pipeline also needs
-        microbatches of equal size.
+        The number is the same on all ranks, because they may share collectives in the forward pass. A pipeline also
+        needs microbatches of equal size.
         """
         some = [share for share in shares if share] or [1]
         if self.pipeline is not None:
@@ -210,24 +210,33 @@ class Split:
 
     @property
     def owns_loss(self) -> bool:
-        """True if this rank's loss counts. If several ranks have the same loss, one counts."""
+        """True if this rank's loss is part of the total.
+
+        If several ranks compute the same loss, only one of these ranks owns it.
+        """
         if self.context is not None and self.context.whole and self.mesh.place["cp"] > 0:
             return False
         return self.mesh.place["tp"] == 0 and (self.pipeline is None or self.pipeline.has_last_stage)
 
     @property
     def all_must_compute(self) -> bool:
-        """True if a rank without samples must run its passes, too. Others wait in collectives."""
+        """True if a rank without samples must run the passes, too.
+
+        Other ranks would otherwise wait for this rank in a collective.
+        """
         return self.mesh.size("fsdp", "ep") > 1
 
     def begin_microbatch(self, *, last: bool) -> None:
-        """Prepare a forward pass of training. Without a pipeline, call this before each one."""
+        """Prepare the forward pass of a microbatch.
+
+        Call this before each microbatch if the model has no pipeline.
+        """
         if self.fully is not None:
             self.fully.microbatch(last)
 
     def after_backward(self) -> None:
-        """Reduce the gradients within the replica, over its whole share of the batch."""
-        # first, because it drops the gradients of parameters that were used on other stages only
+        """Reduce the gradients over the ranks of the replica, after its last backward pass."""
+        # before the pipeline, because this removes the gradients of parameters that only other stages used
         if self.fully is not None:
             self.fully.after_backward()
         if self.pipeline is not None:
@@ -235,7 +244,7 @@ class Split:
         for name, held in self.parameters.items():
             divided = self.divided[name]
             if divided is not held:
-                # the bucket of the replicas replaces the old gradient
+                # moves the gradient to the plain parameter, where the reduction over replicas replaces it
                 held.grad = None if divided.grad is None else local(divided.grad)
                 divided.grad = None
         for group, bucket in self._sums:
@@ -245,7 +254,8 @@ class Split:
         """Return this rank's contribution to the squared L2 norm of the gradient, shape (1,).
 
         The contributions of all ranks sum to the squared norm. The contribution of a shard is therefore divided by the
-        number of ranks that hold it, and all contributions by `dp`, because all replicas have the same gradients.
+        number of ranks that hold this shard. All contributions are divided by `dp`, because all replicas have the same
+        gradients.
         """
         square = torch.zeros(1, dtype=(wide := widest_float(self.mesh.world.device)), device=self.mesh.world.device)
         present = {name: p.grad for name, p in self.parameters.items() if p.grad is not None}
@@ -273,7 +283,7 @@ class Split:
             self.context.close()
 
     def _summed_together(self) -> list[tuple[Any, Bucket]]:
-        """Group the gradients that are partial sums into buckets, one per axis and dtype."""
+        """Collect the gradients that are partial sums in buckets, one per axis and dtype."""
         found = []
         for axis in ("cp", "ep", "tp", "fsdp"):
             by_dtype: dict[torch.dtype, list[nn.Parameter]] = {}
@@ -290,6 +300,6 @@ class Split:
 
 
 def _held(parameter: nn.Parameter) -> nn.Parameter:
-    """Return the parameter itself, or a plain one that shares the memory of its shard."""
+    """Return the parameter, or a plain parameter that shares the memory of its shard."""
     own = local(parameter)
     return parameter if own is parameter else nn.Parameter(own.detach(), requires_grad=parameter.requires_grad)

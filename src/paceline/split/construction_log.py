@@ -1,4 +1,4 @@
-"""Record a model's construction on shapes, and replay it with little memory."""
+"""Recording of a model's construction without values, and its replay with little memory."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Take = Callable[[str, Tensor], object]
 
 @dataclass(frozen=True)
 class View:
-    """A tensor in the log: a view of storage number `storage`."""
+    """A tensor in the log, which is a view of storage number `storage`."""
 
     storage: int
     dtype: torch.dtype
@@ -36,7 +36,7 @@ class View:
 
 
 class StorageSpec(NamedTuple):
-    """A storage in the log: size in bytes and device."""
+    """A storage in the log, with its size in bytes and its device."""
 
     nbytes: int
     device: torch.device
@@ -44,9 +44,9 @@ class StorageSpec(NamedTuple):
 
 @dataclass(frozen=True)
 class RestoreRNG:
-    """A step that sets a generator's state, as the construction did.
+    """A step in which the construction set the state of a random generator.
 
-    `to` is a state, or the index of the draw that led to the state.
+    `to` is the state, or the index of the draw after which the generator had this state.
     """
 
     generator: torch.Generator
@@ -55,15 +55,15 @@ class RestoreRNG:
 
 @dataclass(frozen=True)
 class LoggedOperation:
-    """One logged operation, with a `View` in place of every logged tensor.
+    """One logged operation, in which a `View` replaces every logged tensor.
 
     Attributes:
-        reads: the storages that its result depends on.
-        writes: the views that it changes, including the covered storages.
-        covers: the storages that it overwrites completely without reading them.
-        made: the returned tensors that have new storages, by their positions among the results.
-        draws: the generator that it draws from, or None.
-        draw_index: 1-based position of this draw in its generator's stream.
+        reads: the storages that the result depends on.
+        writes: the views that the operation changes, including views of the storages in `covers`.
+        covers: the storages that the operation overwrites completely without reading them.
+        made: the returned tensors that have new storages, each with its position among the results.
+        draws: the generator from which the operation draws random numbers, or None.
+        draw_index: 1-based number of this draw among all draws from the generator.
     """
 
     call: Callable[..., Any]
@@ -78,7 +78,7 @@ class LoggedOperation:
 
     @property
     def creates(self) -> frozenset[int]:
-        """Storages that the operation makes."""
+        """Storages that the operation creates."""
         return frozenset(view.storage for _, view in self.made)
 
     @property
@@ -97,17 +97,17 @@ Action = Literal["run", "draw", "skip"]
 
 @dataclass
 class OperationLog:
-    """Steps of a construction in order, with the generators' states at its start."""
+    """The steps of a construction in order, and the initial states of the generators."""
 
     steps: list[LoggedOperation | RestoreRNG] = field(default_factory=list)
     storages: list[StorageSpec] = field(default_factory=list)
     starts: list[tuple[torch.Generator, Tensor]] = field(default_factory=list)
 
     def replay(self, wanted: Mapping[str, View], take: Take) -> None:
-        """Run the construction again, and call `take` for each tensor of `wanted` once finished.
+        """Run the construction again, and call `take` for each finished tensor of `wanted`.
 
         Other tensors are not computed. All random numbers are drawn, however, so the generators end in the same state
-        as after a plain construction. Memory holds only the tensors in progress, which for most models is one at a
+        as after a plain construction. Only unfinished tensors are in memory; for most models, this is one tensor at a
         time.
         """
         memory = _Memory(self.storages)
@@ -129,7 +129,7 @@ class OperationLog:
                 memory.free(storage)
 
     def value(self, view: View) -> Tensor | None:
-        """Return a tensor's value at the end of the log, or None if random."""
+        """Return the value of a tensor after all steps; None if the value is random."""
         memory = _Memory(self.storages)
         for step, action in zip(self.steps, self._actions({view.storage}, draw=False), strict=True):
             if action == "run":
@@ -139,10 +139,10 @@ class OperationLog:
         return memory.tensor(view)
 
     def _actions(self, live: set[int], *, draw: bool = True) -> list[Action]:
-        """Choose the action of each step, if the storages `live` are needed at the end.
+        """Choose an action for each step; the storages `live` are needed at the end.
 
-        The steps are examined backwards. An unneeded step is skipped. If it draws, only its random numbers are drawn;
-        if their number may depend on the tensors that the step reads, the step runs with its inputs.
+        The steps are examined in reverse order. A step that is not needed is skipped, but its random numbers are drawn.
+        If such a step reads tensors, it runs, because the number of draws may depend on these tensors.
         """
         actions: list[Action] = []
         for step in reversed(self.steps):
@@ -173,7 +173,7 @@ class OperationLog:
 
 
 class _Memory:
-    """Storages in memory at one point of the replay."""
+    """The storages that are in memory at one point of the replay."""
 
     def __init__(self, storages: list[StorageSpec]) -> None:
         self._storages = storages
@@ -181,7 +181,7 @@ class _Memory:
 
     def run(self, step: LoggedOperation) -> None:
         for storage in step.changes - step.creates - self._held.keys():
-            # not allocated earlier, because this step overwrites all of it
+            # allocated only now, because this step overwrites the whole storage
             self._allocate(storage)
         given = tree_map(lambda x: self.tensor(x) if isinstance(x, View) else x, (step.args, step.kwargs))
         results = tree_leaves(step.call(*given[0], **given[1]))
@@ -208,9 +208,9 @@ class _Memory:
         del self._held[storage]
 
     def _as_recorded(self, result: Tensor, view: View, theirs: Iterable[int]) -> torch.UntypedStorage:
-        """Return a result's unshared storage, with the layout of the log.
+        """Return the storage of a result, copied if it is shared or has another layout.
 
-        The layout of a real operation's result may differ from the layout on shapes.
+        The layout of a real result may differ from the layout that was recorded without values.
         """
         storage = result.untyped_storage()
         layout = tuple(result.shape), result.stride(), result.storage_offset(), result.dtype
@@ -226,7 +226,10 @@ class _Memory:
 
 
 class _Draws:
-    """Generators during a replay. They begin in their first states; `RestoreRNG` sets later ones."""
+    """Random generators during a replay, which begin in their initial states.
+
+    `RestoreRNG` steps set later states.
+    """
 
     def __init__(self, log: OperationLog) -> None:
         returned_to = [
@@ -251,9 +254,9 @@ class _Draws:
             self._saved[generator, number] = generator.get_state()
 
 
-# Floating-point results of these operations get no memory during recording. The mapped value is the fill value. Other
-# factories (arange, linspace, tensor(...)) stay real, because constructions use them to compute and read layer counts,
-# drop rates and rotary frequencies.
+# Operations whose floating-point results get no memory during recording, with their fill values. Other factories
+# (arange, linspace, tensor(...)) return real tensors, because constructions use them to compute layer counts, drop
+# rates and rotary frequencies, and read the results.
 _FILLED: dict[str, float | None] = {
     **dict.fromkeys(("empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided")),
     **dict.fromkeys(("zeros", "zeros_like", "new_zeros"), 0),
@@ -261,21 +264,23 @@ _FILLED: dict[str, float | None] = {
     # the fill value is among the arguments
     **dict.fromkeys(("full", "full_like", "new_full")),
 }
-# These operations do not read the tensor that they write to.
+# Operations that do not read the tensor that they write to.
 _DRAWS_INTO = {"normal_", "uniform_", "random_", "exponential_", "log_normal_", "cauchy_", "geometric_"}
 _OVERWRITE = _DRAWS_INTO | {"fill_", "zero_", "copy_"}
 _CPU = torch.device("cpu")
 
 
 class NotRecordable(Exception):
-    """Raised when a construction cannot be recorded; the message says why."""
+    """Raised when a construction cannot be recorded, with the reason as the message."""
 
 
 class ConstructionRecorder:
-    """Recorder of a construction's operations. `log` is complete after `recording`.
+    """Recorder of the operations of a construction.
+
+    `log` is complete after the context `recording` ends.
 
     Attributes:
-        problem: the reason why the log cannot be used, or None.
+        problem: the reason why the log cannot be used; None if it can be used.
         constant_bytes: bytes of real tensors in the log, such as weights that the construction loaded.
     """
 
@@ -284,13 +289,13 @@ class ConstructionRecorder:
         self.problem: str | None = None
         self.constant_bytes = 0
         self._numbers: dict[int, int] = {}  # index of each storage, by its address
-        self._storages: list[torch.UntypedStorage] = []  # kept alive, so that no address is reused
+        self._storages: list[torch.UntypedStorage] = []  # references that prevent the reuse of an address
         self._constants: dict[int, torch.UntypedStorage] = {}
         self._streams: dict[torch.Generator, _GeneratorStates] = {}
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Record everything built in this context, and restore torch's random state afterwards."""
+        """Record all construction in this context, and restore torch's random state afterwards."""
         try:
             self._stream(torch.default_generator)
             with _truncated_normal_recorded(self), _Attributes(self), _RecordingMode(self):
@@ -306,7 +311,7 @@ class ConstructionRecorder:
         return tensor.is_meta and tensor.untyped_storage()._cdata in self._numbers
 
     def view(self, tensor: Tensor) -> View:
-        """View of a tensor in the log.
+        """Return the view of a tensor in the log.
 
         Raises:
             NotRecordable: the tensor is not in the log.
@@ -321,11 +326,13 @@ class ConstructionRecorder:
         return View(number, tensor.dtype, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
 
     def device(self, tensor: Tensor) -> torch.device:
-        """Device of a tensor in the log."""
+        """Return the intended device of a tensor in the log."""
         return self.log.storages[self._numbers[tensor.untyped_storage()._cdata]].device
 
     def operate(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run one torch operation. Unless all values are known, it runs on shapes and is logged.
+        """Run one torch operation.
+
+        If some values are unknown, the operation runs without values and is logged.
 
         Raises:
             NotRecordable: the operation cannot be logged.
@@ -335,7 +342,7 @@ class ConstructionRecorder:
         name = func._schema.name.removeprefix("aten::")
         random = torch.Tag.nondeterministic_seeded in func.tags
         fills = name in _FILLED and (bool(recorded) or not name.endswith("_like"))
-        # torch creates the number in `weight[i] = 0` on the weight's device
+        # for `weight[i] = 0`, torch creates the number 0 on the device of the weight
         beside = _is_meta(kwargs.get("device"))
         if not (recorded or random or fills or beside):
             return self._known(func, args, kwargs)
@@ -343,7 +350,7 @@ class ConstructionRecorder:
             kwargs = kwargs | {"device": _CPU}
         if name == "_local_scalar_dense":
             return self._read(func, recorded[0])
-        # changes which memory a tensor refers to, but no values
+        # these operations change the memory that a tensor refers to, but no values
         if name == "set_" or torch.Tag.inplace_view in func.tags:
             return func(*args, **kwargs)
         written = written_tensors(func, args, kwargs)
@@ -371,7 +378,7 @@ class ConstructionRecorder:
         return func(*args, **kwargs)
 
     def _read(self, func: Any, tensor: Tensor) -> Any:
-        """Return the number in a tensor, such as a mask's flag. It must not be random."""
+        """Return the number in a tensor, which must not be random."""
         with torch.no_grad():
             value = self.log.value(self.view(tensor))
         if value is None:
@@ -449,7 +456,7 @@ class ConstructionRecorder:
         return self.view(tensor)
 
     def _placed(self, x: Any) -> Any:
-        """Replace a meta tensor by its view in the log; return other arguments unchanged."""
+        """Replace a meta tensor with its view in the log; return other arguments unchanged."""
         if not isinstance(x, Tensor):
             return x
         if x.is_meta:
@@ -477,7 +484,10 @@ class ConstructionRecorder:
 
 
 class _RecordingMode(TorchDispatchMode):
-    """Dispatch mode that hands operations to the recorder. The first failure becomes its problem."""
+    """Dispatch mode that passes operations to the recorder.
+
+    The first failure is stored in the recorder's `problem`.
+    """
 
     def __init__(self, recorder: ConstructionRecorder) -> None:
         super().__init__()
@@ -487,7 +497,7 @@ class _RecordingMode(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         try:
-            # the recorder needs the tensors' real devices, not those that `_Attributes` reports
+            # the recorder needs the real device of a tensor, not the device that `_Attributes` reports
             with torch._C.DisableTorchFunction():
                 return self._recorder.operate(func, args, kwargs or {})
         except Exception as error:
@@ -497,7 +507,10 @@ class _RecordingMode(TorchDispatchMode):
 
 
 class _Attributes(TorchFunctionMode):
-    """Function mode that reports logged tensors' intended devices; many initialisers skip meta tensors."""
+    """Function mode that reports the intended device of logged tensors.
+
+    Many initialisers would skip tensors on the meta device.
+    """
 
     def __init__(self, recorder: ConstructionRecorder) -> None:
         super().__init__()
@@ -519,7 +532,10 @@ class _Attributes(TorchFunctionMode):
 
 
 class _GeneratorStates:
-    """A generator during recording. It advances once per draw, so each state is unique."""
+    """A random generator during recording, which advances with every draw.
+
+    Each state is therefore unique.
+    """
 
     def __init__(self, generator: torch.Generator) -> None:
         self.generator = generator
@@ -530,9 +546,10 @@ class _GeneratorStates:
         self._drawn = 0
 
     def moved(self) -> int | Tensor | None:
-        """Return the state that the construction set after the last draw.
+        """Return the state that the construction has set since the last draw.
 
-        The result is the index of an earlier draw, a new state, or None if no state was set.
+        The result is the index of an earlier draw that led to this state, or a new state. It is None if no state was
+        set.
         """
         state = self.generator.get_state()
         digest = _digest(state)
@@ -566,7 +583,7 @@ _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 
 
 def _deep_copied(tensor: Tensor, memo: dict[int, Any]) -> Tensor:
-    """Deep-copy a logged tensor. PyTorch would copy its storage, which has no memory here."""
+    """Deep-copy a logged tensor, whose storage has no memory that PyTorch could copy."""
     if id(tensor) not in memo:
         memo[id(tensor)] = tensor.detach().clone().requires_grad_(tensor.requires_grad)
     copied: Tensor = memo[id(tensor)]
@@ -575,9 +592,9 @@ def _deep_copied(tensor: Tensor, memo: dict[int, Any]) -> Tensor:
 
 @contextmanager
 def _truncated_normal_recorded(recorder: ConstructionRecorder) -> Iterator[None]:
-    """Log torch's truncated normal as one operation, since its number of draws varies.
+    """Log torch's truncated normal as one operation, because its number of draws varies.
 
-    The function redraws rejected values.
+    torch's function draws again for each rejected value.
     """
     original: Any = torch.nn.init._no_grad_trunc_normal_
 

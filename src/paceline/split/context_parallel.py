@@ -1,6 +1,6 @@
-"""Context parallelism (`cp`): each rank computes its part of every sequence's tokens.
+"""Context parallelism (`cp`): each rank computes a part of the tokens of every sequence.
 
-Only attention mixes tokens of different ranks, by ring attention.
+Only attention combines tokens of different ranks, with ring attention.
 """
 
 from __future__ import annotations
@@ -38,19 +38,21 @@ from paceline.split.ring import held, join_ring, ring_attention
 
 
 def divide_context(model: nn.Module, parts: Parts, cp: Group, example: Batch, call: Call) -> Context:
-    """Make a model attend over the tokens of all ranks of `cp` (at least two).
+    """Divide the tokens of each sequence over the ranks of `cp` (at least two).
 
-    The model is changed in place. Modules that call `F.scaled_dot_product_attention` use ring attention; a run on the
-    shapes of `example` finds these modules. Hugging Face models leave out their masks, and receive the positions of the
-    rank's tokens as `position_ids`. The gradients of all parameters become partial sums over `cp`. If this is
-    impossible, every rank keeps all tokens and computes its own rows of the large modules (`divide_rows`).
+    The model is changed in place. Modules that call `F.scaled_dot_product_attention` then use ring attention; a run
+    with the shapes of `example` finds these modules. Hugging Face models build no masks, and receive the positions of
+    the rank's tokens as `position_ids`. The gradients of all parameters become partial sums over `cp`. If the tokens
+    cannot be divided in this way, every rank keeps all tokens and computes only its own rows of the large modules
+    (`divide_rows`).
 
     Args:
         model: any model with attention, on any device including meta.
-        parts: parts of its parameters; updated with the gradients that must be summed over `cp`.
+        parts: the rank's part of each parameter; the function marks the gradients that must be summed over `cp`.
         cp: the ranks that divide each sequence.
         example: one undivided batch, real or on the meta device.
-        call: runs the model on a batch. If it passes `labels`, the model computes its loss itself.
+        call: function that runs the model on a batch. If it passes `labels` to the model, the model computes its own
+            loss.
 
     Raises:
         PlanError: the model cannot be divided. The message lists every reason.
@@ -92,12 +94,12 @@ def _of_rows(model: nn.Module, parts: Parts, cp: Group, example: Batch, call: Ca
 
 
 class Context:
-    """Division of the run's sequences over ranks, from one rank's view.
+    """Division of sequences over the ranks of `cp`, from the view of one rank.
 
     Attributes:
-        whole: True if every rank has all tokens and the same loss, and computes its own rows of some modules. If False,
-            each rank has its own tokens only.
-        lines: lines of the report about the division.
+        whole: True if every rank has all tokens and the same loss, and computes only its own rows of some modules.
+            False if each rank has only its own tokens.
+        lines: lines of text about the division, for the report.
     """
 
     def __init__(self, group: Group, own_loss: bool, *, whole: bool = False) -> None:
@@ -108,9 +110,9 @@ class Context:
     def shard(self, batch: Batch) -> Batch:
         """Return this rank's tokens and labels of a batch of tensors (n, tokens, …).
 
-        If the model computes its own loss, the labels are shifted here, because the label of a rank's last token lies
-        on another rank. The loss is then a sum divided by the number of labels in the whole sequences, so that the
-        ranks' losses add up to the mean.
+        If the model computes its own loss, the labels are shifted here, because the label of a rank's last token may be
+        on another rank. Each rank then divides the sum of its losses by the number of labels in the whole sequences, so
+        the losses of all ranks add up to the mean.
 
         Raises:
             DataError: the number of tokens cannot be divided, or tokens are masked.
@@ -135,7 +137,7 @@ class Context:
         return torch.cat([torch.arange(start, stop, device=device) for start, stop in intervals]).unsqueeze(0)
 
     def run(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run the model's forward pass on this rank's tokens, with positions and loss weights."""
+        """Run the forward pass on this rank's tokens, with their positions."""
         tokens = next(t for t in (*args, *kwargs.values()) if isinstance(t, Tensor) and t.dim() > 1)
         kwargs = {"position_ids": self.positions(tokens.shape[1], tokens.device)} | kwargs
         shifted = {name: kwargs.pop(name) for name in _LOSS_KEYWORDS if name in kwargs}
@@ -144,7 +146,10 @@ class Context:
         return forward(*args, **kwargs)
 
     def close(self) -> None:
-        """Restore the model's forward pass. Gradients remain partial sums."""
+        """Restore the model's forward pass.
+
+        Gradients remain partial sums.
+        """
         for undo in reversed(self.undo):
             undo()
         self.undo.clear()
@@ -156,7 +161,7 @@ class Context:
         return torch.cat([tensor[:, start:stop] for start, stop in intervals], 1)
 
 
-# transformers' names; num_items_in_batch has one number per sample here
+# keyword arguments of transformers; here, num_items_in_batch has one number per sample
 _LOSS_KEYWORDS = ("shift_labels", "num_items_in_batch")
 
 
@@ -170,7 +175,7 @@ def _attend(
     is_causal: bool = False,
     **kwargs: Any,
 ) -> Tensor:
-    """Ring attention over all ranks' tokens, with the signature of torch's function."""
+    """Compute ring attention over the tokens of all ranks, with the signature of torch's function."""
     if attn_mask is not None or dropout_p > 0:
         unsupported = "a mask" if attn_mask is not None else "dropout"
         raise PlanError(
@@ -178,7 +183,7 @@ def _attend(
             "the model uses {what}, which attention over cp ranks does not support",
             what=unsupported,
         )
-    # On shapes, plain attention gives the same result, and other splits recognise it in their traces.
+    # Without values, plain attention has the same result, and other splits recognise it in their traces.
     if query.is_meta:
         return F.scaled_dot_product_attention(query, key, value, is_causal=is_causal, **kwargs)
     return ring_attention(query, key, value, ring, causal=is_causal, scale=kwargs.get("scale"))
@@ -187,18 +192,19 @@ def _attend(
 def _without_masks(model: Any, ranks: int) -> Callable[[], None]:
     """Stop a Hugging Face model from building masks.
 
-    The model would misread the positions of a rank's tokens as several sequences.
+    From the positions of a rank's tokens, the model would conclude that there are several sequences.
     """
     from transformers import AttentionInterface
 
     name, before = f"paceline_cp{ranks}", model.config._attn_implementation
-    AttentionInterface.register(name, functools.partial(_hugging_face_attention, ranks=ranks))  # has no mask function
+    # an attention function without a function that builds masks
+    AttentionInterface.register(name, functools.partial(_hugging_face_attention, ranks=ranks))
     model.set_attn_implementation(name)
     if model.config._attn_implementation != name:
         raise PlanError(
             "plan.attention_not_replaceable",
-            "cp={ranks}: the attention of {class_name} cannot be replaced (by transformers' AttentionInterface). "
-            "Use cp=1",
+            "cp={ranks}: the attention of {class_name} cannot be replaced through the AttentionInterface of "
+            "transformers. Use cp=1",
             ranks=ranks,
             class_name=type(model).__name__,
         )
@@ -219,16 +225,17 @@ def _hugging_face_attention(
     sliding_window: int | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Compute attention by the calling convention of transformers.
+    """Compute attention with the calling convention of transformers.
 
-    Tensors have shape (n, heads, t, size), the result (n, t, heads, size). No attention weights are returned.
+    The inputs have the shape (n, heads, t, size), and the output (n, t, heads, size). Attention weights are not
+    returned.
     """
     tokens = query.shape[2] * ranks
     if sliding_window is not None and sliding_window < tokens:
         raise PlanError(
             "plan.attention_window",
-            "cp={ranks}: attention in a window of {window} tokens cannot be divided. Use sequences of at most that "
-            "many tokens.",
+            "cp={ranks}: attention in a window of {window} tokens cannot be divided. Use sequences with at most as "
+            "many tokens as the window.",
             ranks=ranks,
             window=sliding_window,
         )
@@ -253,7 +260,7 @@ _REFUSED = ("softcap", "s_aux", "position_bias")
 def _shifted(labels: Tensor) -> dict[str, Tensor]:
     """Shift the labels, and count the labels of each sample.
 
-    The result has the form that causal models of transformers expect.
+    The keys of the result are the keyword arguments that causal models of transformers expect.
     """
     shifted = F.pad(labels[:, 1:], (0, 1), value=IGNORED)
     return {"shift_labels": shifted, "num_items_in_batch": (shifted != IGNORED).sum(1)}
@@ -265,10 +272,10 @@ _MIXES = "there is {} and the tokens of a sequence may be mixed in attention onl
 
 @dataclass
 class Examined:
-    """Result of running a model on shapes.
+    """Result of running a model without values.
 
     Attributes:
-        reasons: reasons why `cp` is impossible, each with a remedy.
+        reasons: reasons why the tokens cannot be divided, each with a remedy.
         attention: names of the modules that compute attention.
         own_loss: True if the model computed its loss itself.
     """
@@ -279,7 +286,7 @@ class Examined:
 
 
 def examine(model: nn.Module, ranks: int, example: Batch, call: Call) -> Examined:
-    """Check a batch and, if it is valid, run its shapes through the model."""
+    """Check a batch and, if it is valid, run the model on its shapes."""
     found, tokens = Examined(), tokens_of(example)
     problems: list[str | None] = [NO_TOKENS]
     if tokens is not None:
@@ -319,7 +326,7 @@ def _run_shapes(model: nn.Module, example: Batch, call: Call, tokens: int, found
 
 
 def tokens_of(batch: Batch) -> int | None:
-    """Length of the batch's sequences, or None if it has none."""
+    """Return the length of the batch's sequences; None if it has no sequences."""
     parts = list(batch.values()) if isinstance(batch, Mapping) else list(batch)
     first = batch.get("input_ids", parts[0]) if isinstance(batch, Mapping) and parts else parts[0]
     return first.shape[1] if isinstance(first, Tensor) and first.dim() in (2, 3) else None
@@ -341,7 +348,10 @@ def _unfit_forward(model: nn.Module, example: Batch) -> str | None:
 
 
 def masked(batch: Batch) -> str | None:
-    """Return the reason why a batch needs a mask, or None. On a GPU this synchronizes."""
+    """Return why a batch needs an attention mask; None if it needs no mask.
+
+    On a GPU, this synchronizes with the host.
+    """
     if not isinstance(batch, Mapping):
         return None
     if "position_ids" in batch:
@@ -369,7 +379,7 @@ def _unfit_target(example: Batch, tokens: int) -> str | None:
 def _opaque_attention(graph: Graph, model: nn.Module, calls: list[AttentionCall]) -> list[str]:
     """Find modules that cannot be traced and may contain attention.
 
-    Modules that route tokens to experts do not count, since they process each token separately.
+    Modules that only route tokens to experts are omitted, because they process each token separately.
     """
     modules = dict(model.named_modules())
     attending = tuple({type(modules[call.module]) for call in calls})
@@ -400,9 +410,9 @@ def _unfit_call(call: AttentionCall, tokens: int) -> str | None:
 
 
 def _unfit_loss(graph: Graph, model: nn.Module, labels: int) -> list[str]:
-    """List reasons why the ranks' partial losses do not add up to the model's loss.
+    """List reasons why the ranks' losses do not add up to the model's loss.
 
-    The losses of causal models of transformers, which accept shifted labels, do add up.
+    The losses of causal models of transformers, which accept shifted labels, add up.
     """
     problems, parameters = [], inspect.signature(model.forward).parameters.values()
     takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)

@@ -1,4 +1,4 @@
-"""Attention calls in a model's forward pass, and other operations that mix tokens."""
+"""Detection of attention and other operations that mix tokens, and division of token rows."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from paceline.split.layout import Parts, first_names
 from paceline.split.tensor_layers import copy
 
 _PARAMETERS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
-# Other functions that mix the tokens of a sequence. They are listed by name, because each exists as a function, a
-# method and an operator.
+# Other functions that mix the tokens of a sequence, listed by name because each is a function, a method and an
+# operator.
 _OTHER_ATTENTION = ("multi_head_attention_forward", "flex_attention")
 _RECURRENCES = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 _CONVOLUTIONS = ("conv1d", "conv2d", "conv3d")
@@ -37,7 +37,7 @@ _ALONG_A_DIMENSION = ("cumsum", "cumprod", "cummax", "cummin", "logcumsumexp", "
 class AttentionCall:
     """One call of `F.scaled_dot_product_attention`.
 
-    `query` and `key` are shapes; `module` is the innermost module that makes the call.
+    `query` and `key` are shapes. `module` names the innermost module that makes the call.
     """
 
     module: str
@@ -68,7 +68,8 @@ def attention_calls(graph: Graph) -> list[AttentionCall]:
 def attends(graph: Graph) -> bool:
     """True if a forward pass contains attention.
 
-    Attention is one of torch's functions, or a softmax over a tensor (…, tokens, tokens).
+    A call counts as attention if it is one of torch's attention functions, or a softmax over a tensor (…, tokens,
+    tokens).
     """
     attention = ("scaled_dot_product_attention", *_OTHER_ATTENTION)
     scores = (len(shape_of(graph, call.args[0])) for call in graph.calls if call.name == "softmax" and call.args)
@@ -78,14 +79,14 @@ def attends(graph: Graph) -> bool:
 def other_meetings(graph: Graph, tokens: int) -> list[str]:
     """List other operations that mix the tokens of sequences of length `tokens`.
 
-    An example is `cumsum along the tokens in blocks.0`. The list is not exhaustive.
+    An example of an entry is `cumsum along the tokens in blocks.0`. The list may be incomplete.
     """
     found = ((call, _meeting(call, shape_of(graph, call.args[0]), tokens)) for call in graph.calls if call.args)
     return list(dict.fromkeys(f"{what} in {call.path or 'the model itself'}" for call, what in found if what))
 
 
 def _meeting(call: PythonCall, shape: tuple[int, ...], tokens: int) -> str | None:
-    """Describe how a call on a tensor of `shape` mixes tokens, if it does."""
+    """Describe how a call on a tensor of `shape` mixes tokens; None if it doesn't."""
     if call.name in _OTHER_ATTENTION:
         return f"{call.name}, where only attention by scaled_dot_product_attention can be divided,"
     if call.name in _RECURRENCES:
@@ -112,7 +113,7 @@ def shape_of(graph: Graph, argument: Any) -> tuple[int, ...]:
 
 
 def replace_forward(module: nn.Module, run: Callable[..., Any]) -> Callable[[], None]:
-    """Replace a module's forward pass by `run(forward, …)`; return a function that undoes this."""
+    """Replace a module's forward pass with `run(forward, …)`; return a function that restores it."""
     before = module.__dict__.get("forward")
     inner = module.forward.__func__ if inspect.ismethod(module.forward) else type(module).forward
 
@@ -125,13 +126,13 @@ def replace_forward(module: nn.Module, run: Callable[..., Any]) -> Callable[[], 
         if before is not None:
             module.__dict__["forward"] = before
 
-    # a bound method, so that in a deep copy of the module it is bound to the copy
+    # a bound method, which a deep copy of the module binds to the copy
     module.__dict__["forward"] = MethodType(forward, module)
     return undo
 
 
 def replace_attention(module: nn.Module, attend: Callable[..., Tensor]) -> Callable[[], None]:
-    """Replace a module's attention by `attend`; return a function that undoes this.
+    """Replace a module's attention with `attend`; return a function that restores it.
 
     The replacement also applies to recomputation and compiled code. `attend` has the signature of
     `F.scaled_dot_product_attention`, including the keywords `scale` and `enable_gqa`.
@@ -173,9 +174,10 @@ _SAME = ("dropout", "native_dropout", "clone", "contiguous", "alias", "detach", 
 
 
 def divide_rows(model: nn.Module, parts: Parts, group: Group, graph: Graph) -> tuple[list[Callable[[], object]], str]:
-    """Make each rank of `group` compute its own tokens in the modules that allow this.
+    """Make each rank compute only its own tokens in modules that process tokens separately.
 
-    The result is a list of functions that undo this, and a line for the report.
+    Every rank of `group` still has all tokens. The result is a list of functions that undo the change, and a line for
+    the report.
 
     Raises:
         PlanError: no module processes each token separately.
@@ -193,7 +195,7 @@ def divide_rows(model: nn.Module, parts: Parts, group: Group, graph: Graph) -> t
     for name in names:
         undo.append(replace_forward(modules[name], partial(_own_tokens, group, name)))
         for parameter, _ in modules[name].named_parameters(prefix=name):
-            # a tied parameter is listed under its first name, and belongs to no such module
+            # `parts` lists a tied parameter under its first name only; these modules have no tied parameters
             if parameter in parts:
                 parts[parameter].summed.add("cp")
     calls = list(dict.fromkeys(call.module for call in attention_calls(graph)))
@@ -208,10 +210,10 @@ def divide_rows(model: nn.Module, parts: Parts, group: Group, graph: Graph) -> t
 
 
 def tokenwise_modules(graph: Graph, model: nn.Module) -> list[str]:
-    """Find the outermost modules with matrices that map (n, tokens, features) token by token.
+    """Find the outermost modules that process (n, tokens, features) token by token.
 
-    Modules whose parameters are also used elsewhere are left out: a gradient must be a partial sum in all uses of its
-    parameter, or complete in all of them.
+    Modules whose parameters are also used elsewhere are omitted, because the gradient of a parameter must be a partial
+    sum in all uses or complete in all uses.
     """
     by_path: dict[str, list[Entry]] = {}
     for entry in graph.entries:
@@ -241,7 +243,7 @@ def tokenwise_modules(graph: Graph, model: nn.Module) -> list[str]:
 
 
 def _asks_for_no_length(graph: Graph, module: nn.Module, entry: Entry) -> bool:
-    """True if a module's operations per token do not depend on the number of tokens."""
+    """True if the number of tokens does not change a module's operations."""
     ((place, given),) = entry.arguments.items()
     n, tokens, size = graph.values[given].shape
 
@@ -262,7 +264,7 @@ def _asks_for_no_length(graph: Graph, module: nn.Module, entry: Entry) -> bool:
 
 
 def _treats_tokens_alone(graph: Graph, entry: Entry) -> bool:
-    """True if each operation of a call is of a kind that treats tokens separately."""
+    """True if all operations of a call process tokens separately."""
     values = graph.values
     if len(entry.arguments) != 1 or len(entry.results) != 1:
         return False
@@ -324,9 +326,9 @@ def _mutable(op: Any) -> bool:
 
 
 def _own_tokens(group: Group, name: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Run a token-wise module on this rank's tokens, and gather the outputs of all ranks."""
+    """Run a module on this rank's tokens, and gather the outputs of all ranks."""
     [given] = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
-    if given.is_meta:  # shapes only
+    if given.is_meta:  # a tensor without values
         return forward(*args, **kwargs)
     if given.dim() != 3:
         raise PlanError(
@@ -355,7 +357,7 @@ def _own_queries(
 ) -> Tensor:
     """Compute attention for this rank's queries and gather all outputs.
 
-    The signature is that of torch's function.
+    The function has the signature of `F.scaled_dot_product_attention`.
     """
     if query.is_meta:
         return F.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, **kwargs)
@@ -373,7 +375,10 @@ def _own_queries(
 
 
 class _Own(torch.autograd.Function):
-    """This rank's rows of a replicated tensor. The last row is repeated to make parts equal."""
+    """Function that returns this rank's rows of a replicated tensor.
+
+    The last row is repeated so that all ranks have the same number of rows.
+    """
 
     @staticmethod
     def forward(ctx: Any, whole: Tensor, dim: int, group: Group) -> Tensor:
@@ -388,7 +393,7 @@ class _Own(torch.autograd.Function):
 
 
 class _Gathered(torch.autograd.Function):
-    """All `rows` rows of a tensor, gathered from all ranks."""
+    """Function that gathers all rows of a tensor from all ranks."""
 
     @staticmethod
     def forward(ctx: Any, own: Tensor, dim: int, rows: int, group: Group) -> Tensor:
@@ -399,7 +404,7 @@ class _Gathered(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Any:
         first, rows = ctx.group.rank * ctx.size, grad.shape[ctx.dim]
         own = grad.narrow(ctx.dim, min(first, rows), max(0, min(ctx.size, rows - first)))
-        # repeated rows, whose outputs are not used
+        # rows that only repeat the last row; their outputs are not used
         missing = ctx.size - own.shape[ctx.dim]
         if missing:
             own = F.pad(own, (0, 0) * (own.dim() - 1 - ctx.dim) + (0, missing))
@@ -411,5 +416,5 @@ def _gathered(own: Tensor, dim: int, rows: int, group: Group) -> Tensor:
     flat = own.new_empty(own.numel() * group.size)
     group.all_gather(flat, own.view(-1))
     whole = torch.cat(list(flat.view(group.size, *own.shape)), dim)
-    # not a view, because the model may write into it
+    # a copy instead of a view, because the model may write to the result
     return whole if whole.shape[dim] == rows else whole.narrow(dim, 0, rows).clone()

@@ -1,6 +1,6 @@
-"""A model cut into pipeline stages: the cuts, and the tensors that cross them.
+"""The cuts of a model into pipeline stages, and the tensors that cross them.
 
-A batch of another shape may take another path through the model's code. The model is therefore traced once per shape.
+For a batch of another shape, the model may run other code. The model is therefore traced once per shape.
 """
 
 from __future__ import annotations
@@ -46,22 +46,22 @@ T = TypeVar("T")
 
 
 class CutModel:
-    """An undivided model and the modules before which its stages begin.
+    """An undivided model, and the modules before which its stages begin.
 
     Attributes:
         model: the undivided model on the meta device.
-        call: runs the model on a batch.
-        blocks: names of its repeated blocks.
-        names: the modules before which a stage begins, in order.
-        by_export: True if `torch.export` has to trace the model.
-        lines: report of the places where the model cannot be cut.
+        call: function that runs the model on a batch.
+        blocks: names of the model's repeated blocks.
+        names: names of the modules before which a stage begins, in order.
+        by_export: True if `torch.export` must trace the model.
+        lines: lines of the report about places where the model cannot be cut.
 
     Args:
         stages: the number of stages.
         example: one microbatch.
 
     Raises:
-        PlanError: the model cannot be cut this way. The message names the possible cuts.
+        PlanError: the model cannot be cut into these stages. The message names the possible cuts.
     """
 
     def __init__(
@@ -77,9 +77,9 @@ class CutModel:
         self.by_export, self.names = self._choose(example, plan)
 
     def bounds(self, batch: Batch, *, training: bool) -> Sequence[StageBounds]:
-        """Return each stage's bounds for batches of this shape.
+        """Return the bounds of each stage for batches of this shape.
 
-        `training` is the mode of the modules. A graph of `torch.export` is valid for one mode only.
+        `training` selects the mode of the modules, because a graph of `torch.export` is valid for one mode only.
         """
 
         def traced() -> Sequence[StageBounds]:
@@ -93,7 +93,7 @@ class CutModel:
     def stage(
         self, i: int, stage_bounds: Sequence[Any], bounds_of: Callable[[Batch], Sequence[Any]], own: set[str]
     ) -> Stage:
-        """Make stage `i` with the parameters `own`.
+        """Create stage `i` with the parameters `own`.
 
         `bounds_of` returns the bounds of all stages for a batch of any shape.
         """
@@ -102,9 +102,10 @@ class CutModel:
         return TracedStage(self.model, stage_bounds[i], lambda b: bounds_of(b)[i], self.call, self._device, own)
 
     def segments(self, example: Batch) -> tuple[list[str], list[float]]:
-        """List the modules that could begin a stage, and the seconds of segments around them.
+        """Return the modules that could begin a stage, and the segments' durations in seconds.
 
-        All ranks call this. Both lists are empty if `torch.export` traces the model, or if too little memory is left.
+        The segments are the parts of the model between these modules. All ranks must call this function together. Both
+        lists are empty if `torch.export` traces the model, or if there is too little memory.
         """
         if self.by_export:
             return [], []
@@ -118,13 +119,13 @@ class CutModel:
         return ([cut.before for cut in cuts], found) if math.isfinite(sum(found)) else ([], [])
 
     def forget(self) -> None:
-        """Release the bounds of all shapes."""
+        """Delete the cached bounds of all shapes."""
         self._bounds.clear()
 
     def _choose(self, example: Batch, plan: Plan) -> tuple[bool, list[str]]:
         """Choose the modules before which the model is cut.
 
-        The first value is True if `torch.export` has to trace the model.
+        The first value is True if `torch.export` must trace the model.
         """
         names = plan.cut.split(",") if plan.cut else []
         modules = [name for name, _ in self.model.named_modules() if name]
@@ -158,7 +159,8 @@ class CutModel:
     def _why_not_exported(self, example: Batch, names: Sequence[str]) -> str | None:
         """Return why `torch.export` cannot be used.
 
-        The result is "" if the model's code is the reason, and None if export works.
+        The result is "" if the model's code does not permit the use of `torch.export`, and None if `torch.export`
+        works.
         """
         if not names or not can_be_exported(self.model, self._observed):
             return ""
@@ -170,7 +172,7 @@ class CutModel:
 
     def _balanced(self, trace: ForwardTrace, cuts: list[Cut], example: Batch) -> list[Cut]:
         """Choose the cuts that minimize the time of the slowest stage."""
-        # measured even so, to find stages that cannot be computed separately
+        # no choice is left, but a run finds stages that cannot be computed separately
         if len(cuts) + 1 == self._stages:
             costs(self.model, trace, cuts, example, self.call, self._device, runs=1)
             return cuts
@@ -178,9 +180,9 @@ class CutModel:
         return [cuts[i - 1] for i in starts(contiguous(seconds, self._stages))]
 
     def _slowest(self, own: list[float]) -> list[float]:
-        """Return the seconds of the segments on the slowest rank, given this rank's seconds."""
+        """Return the durations of the segments on the slowest rank, in seconds."""
         seconds = torch.tensor(own, dtype=torch.float64, device=self._device)
-        # over all ranks, because every replica and every shard of a stage must be cut at the same places
+        # the maximum over all ranks, because every replica and every shard of a stage must be cut at the same modules
         dist.all_reduce(seconds, dist.ReduceOp.MAX)
         return list(seconds.tolist())
 
@@ -199,14 +201,14 @@ class CutModel:
 
 
 class NewestByShape(Generic[T]):
-    """Cache of values for the most recent batch shapes."""
+    """Cache of values for the newest batch shapes."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._kept: OrderedDict[Any, T] = OrderedDict()
 
     def of(self, batch: Batch, further: Hashable, make: Callable[[], T]) -> T:
-        """Return the cached value for this batch shape and `further`, or make a new one."""
+        """Return the cached value for this batch shape and `further`, or create the value."""
         key = self._shapes(batch), further
         if key not in self._kept:
             self._kept[key] = make()
@@ -215,11 +217,11 @@ class NewestByShape(Generic[T]):
         return self._kept[key]
 
     def clear(self) -> None:
-        """Forget everything."""
+        """Remove all values."""
         self._kept.clear()
 
     def _shapes(self, batch: Batch) -> Hashable:
-        """Return a key for a batch's shapes.
+        """Return a cache key for the shapes of a batch.
 
         The key omits the width of floats, because FSDP2 casts the inputs of a stage.
         """
@@ -241,10 +243,10 @@ def _cuts(trace: ForwardTrace, names: Sequence[str]) -> list[Cut]:
 
 
 def named_cuts(trace: ForwardTrace, names: Sequence[str]) -> tuple[list[Cut], list[str]]:
-    """Return the cuts before the named modules, and reasons why others need torch.export.
+    """Return the cuts before named modules, and why other cuts need torch.export.
 
     Raises:
-        PlanError: no cut is possible at a module, or the names are not in the order of the calls.
+        PlanError: the model cannot be cut at one of the modules, or the names are not in the order of the calls.
     """
     cuts = [trace.cut(name) for name in names]
     good = [cut for cut in cuts if isinstance(cut, Cut)]
@@ -264,9 +266,9 @@ def named_cuts(trace: ForwardTrace, names: Sequence[str]) -> tuple[list[Cut], li
 
 
 def possible_cuts(trace: ForwardTrace, blocks: Sequence[str]) -> tuple[list[Cut], list[str]]:
-    """Return the possible cuts in order, and reasons why other blocks have no cut.
+    """Return the possible cuts in order, and why there is no cut at other blocks.
 
-    A model can be cut before its blocks, and between outermost modules if a single tensor crosses there.
+    A model can be cut before its blocks, and between outermost modules if a single tensor crosses the cut.
     """
     cuts: dict[int, Cut] = {}
     reasons = []
@@ -283,7 +285,7 @@ def possible_cuts(trace: ForwardTrace, blocks: Sequence[str]) -> tuple[list[Cut]
             cuts[cut.time] = cut
     found: list[Cut] = []
     for cut in (cuts[at] for at in sorted(cuts)):
-        # Two cuts without computation between them count as one, which keeps the outer module's name.
+        # Two cuts without computation between them are a single cut, which has the name of the outer module.
         if trace.used(found[-1].time if found else -1, cut.time):
             found.append(cut)
     if found and not trace.used(found[-1].time, ForwardTrace.END):
@@ -291,7 +293,7 @@ def possible_cuts(trace: ForwardTrace, blocks: Sequence[str]) -> tuple[list[Cut]
     return found, reasons
 
 
-# The fastest run counts. The first runs have cold caches, and other work on the machine may slow later ones.
+# The fastest run is used. The first runs have cold caches, and other work on the machine may slow down later runs.
 _RUNS = 8
 
 
@@ -305,12 +307,15 @@ def costs(
     *,
     runs: int = _RUNS,
 ) -> list[float]:
-    """Measure the seconds of a forward and a backward pass of each of `len(cuts) + 1` segments.
+    """Measure the time of a forward and a backward pass for each segment.
 
-    Each segment runs separately with random weights, like a stage of a pipeline. Equal segments (the same types of
-    modules, parameters and activations) are measured once. The last segment does not include the loss.
+    Return `len(cuts) + 1` durations in seconds.
 
-    Ranks that split a segment (tensor parallelism) must call this together, because it runs collectives.
+    Each segment runs separately with random weights, like a stage of a pipeline. Segments with the same types of
+    modules, parameters and activations are measured only once. The last segment does not include the loss.
+
+    Ranks that share a segment with tensor parallelism must call this function together, because the segment runs
+    collectives.
 
     Raises:
         PlanError: a segment cannot be computed separately from the others.
@@ -361,8 +366,8 @@ def _measure(
         until = f"to before {bounds.last.before}" if bounds.last else "to the end"
         raise PlanError(
             "plan.stage_not_separable",
-            "pp: the part of the model {where} {to} cannot be computed separately ({reason}). Its code may use "
-            "other modules in a way that pp cannot trace. Set cut= elsewhere, or use pp=1 (fsdp divides any model).",
+            "pp: the part of the model {where} {to} cannot be computed separately ({reason}). Its code may use other "
+            "modules in a way that pp cannot trace. Set cut= to other modules, or use pp=1 (fsdp divides any model).",
             where=where,
             to=until,
             reason=first_line(error),

@@ -1,8 +1,8 @@
-"""Deferred initialisation: build a model without memory, then create its weights one by one.
+"""Deferred initialisation: a model is built without memory, and its weights are created later.
 
-The construction runs once on shapes while its operations are recorded (`construction_log`). Every rank then replays the
-operations, and keeps its shard of each parameter. All ranks draw all random numbers, so the weights are bit-equal to
-the weights of a single process.
+The construction runs once without values while its operations are recorded (`construction_log`). Every rank then
+replays the operations, which create one weight after the other, and keeps its shard of each parameter. All ranks draw
+all random numbers, so the weights are bit-equal to the weights of a single process.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from paceline.errors import JobError, PlanError
 from paceline.split.construction_log import ConstructionRecorder, NotRecordable, OperationLog, Take
 from paceline.split.layout import carry_hooks, refuse_kept_parameters, replace_tensors
 
-# a note is made if the construction itself holds more than this fraction of the model's bytes
+# the report has a note if the construction holds real tensors of more than this fraction of the model's bytes
 _MUCH = 1 / 8
 
 
@@ -32,8 +32,8 @@ class DeferredModel:
     """A model whose parameters have no memory, with a way to compute their values.
 
     Attributes:
-        model: parameters on the meta device; buffers there or real.
-        note: why every rank first held the whole model (or much of it), or None.
+        model: the model, whose parameters are on the meta device. Buffers are on the meta device or real.
+        note: why every rank first had the whole model, or much of it, in memory; None if none had.
     """
 
     model: nn.Module
@@ -45,29 +45,29 @@ class DeferredModel:
         """Call `take(name, full tensor)` for every parameter and every meta buffer.
 
         Names refer to the undivided model. A tied tensor is passed once, under its first name. Parameters are passed in
-        the order in which they are finished, and a tensor is freed when `take` returns, unless `take` keeps a
-        reference. torch's random state is reset to the start of the construction, and ends as after a plain
-        construction.
+        the order in which the construction finishes them. A tensor is freed when `take` returns, unless `take` keeps a
+        reference. torch's random state is reset to its state before the construction, and is afterwards the same as
+        after a plain construction.
 
         The values are bit-equal to those of a plain construction with the same number of threads. Random numbers do not
         depend on the number of threads, but the rounding of linear algebra (orthogonal initialisation) does.
 
         Args:
-            take: receives each tensor.
-            names: the tensors to compute; None: all.
+            take: function that gets the name and the value of each tensor.
+            names: names of the tensors to compute; None for all tensors.
         """
         self._replay((lambda name: True) if names is None else set(names).__contains__, take)
 
 
 def record(build: Callable[[], nn.Module]) -> DeferredModel:
-    """Construct a model without memory for its floating-point tensors.
+    """Build a model without memory for its floating-point tensors.
 
-    torch's random state does not change. If the construction cannot be recorded, because it reads random values or uses
-    an operation without a meta implementation, it runs again with memory, and the note gives the reason.
+    torch's random state does not change. A construction that reads random values, or uses an operation without a meta
+    implementation, cannot be recorded. It then runs again with memory, and the model's `note` gives the reason.
 
     Raises:
-        JobError: the construction leaves parameters on the meta device, or of unknown shape.
-        Exception: any error of the construction.
+        JobError: the built model has parameters on the meta device, or parameters of unknown shape.
+        Exception: any error that `build` raises.
     """
     others = random.getstate(), np.random.get_state()
     recorder = ConstructionRecorder()
@@ -88,13 +88,14 @@ def record(build: Callable[[], nn.Module]) -> DeferredModel:
 
 
 def deferred_from(model: nn.Module) -> DeferredModel:
-    """Defer a model that is already built. Its parameters become meta tensors, tied as before.
+    """Return a deferred model for a model that is already built.
 
-    The full tensors are kept until `replay` has passed them on, which is possible once. Buffers do not change.
+    Its parameters become meta tensors, tied as before. The full tensors are kept until `replay` passes them on, which
+    is possible only once. Buffers do not change.
 
     Raises:
-        JobError: the model has parameters on the meta device, or of unknown shape.
-        PlanError: modules also keep parameters in plain attributes, or the model is compiled by torch.jit.
+        JobError: the model has parameters on the meta device, or parameters of unknown shape.
+        PlanError: modules also have parameters in plain attributes, or the model was compiled with torch.jit.
     """
     _check(model)
     refuse_kept_parameters(model)
@@ -169,7 +170,7 @@ def _shape(parameter: nn.Parameter) -> nn.Parameter:
 
 
 def _compute_attributes(model: nn.Module, recorder: ConstructionRecorder) -> None:
-    """Compute the values of meta tensors that modules keep as plain attributes.
+    """Compute the values of meta tensors that are plain attributes of modules.
 
     Raises:
         NotRecordable: a value depends on random numbers.
@@ -191,7 +192,7 @@ def _compute_attributes(model: nn.Module, recorder: ConstructionRecorder) -> Non
 
 
 def _tensors(holder: Any, key: Any, value: Any) -> Iterator[tuple[Any, Any, Tensor]]:
-    """List tensors in an attribute, a list or a dict, with container and key."""
+    """Yield tensors in an attribute, a list or a dict, with container and key."""
     if isinstance(value, Tensor):
         yield holder, key, value
     elif isinstance(value, (list, dict)):
@@ -209,7 +210,7 @@ def _check(model: nn.Module) -> None:
     if isinstance(model, torch.jit.ScriptModule):
         raise PlanError(
             "plan.torchscript",
-            "a model compiled by torch.jit cannot be divided. Pass the module that was compiled, or do not divide "
+            "a model that was compiled with torch.jit cannot be divided. Pass the original module, or do not divide "
             "the model (dp only).",
         )
     for name, parameter in model.named_parameters():
@@ -224,16 +225,16 @@ def _check(model: nn.Module) -> None:
 def allocate(module: nn.Module, device: torch.device, *, offload: bool = False) -> None:
     """Allocate memory on `device` for every parameter and buffer of `module`.
 
-    Meta tensors become uninitialised tensors of the same shape, to be filled through `paceline.split.layout.local`;
-    real buffers and parameters move with their values. A tensor that is used in several places stays one tensor and
-    keeps its attributes. Call `local` of an FSDP2 parameter only after this function, because FSDP2 replaces the memory
-    of uneven shards to pad them.
+    Meta tensors become uninitialised tensors of the same shape, which the caller fills through
+    `paceline.split.layout.local`. Real buffers and parameters move with their values. A tensor that is used in several
+    places stays a single tensor and keeps its attributes. Call `local` for an FSDP2 parameter only after this function,
+    because FSDP2 replaces the memory of uneven shards to pad them.
 
     Args:
-        module: a plain module, or one sharded by `FullySharded`.
-        device: the device that the rank computes on.
-        offload: put FSDP2's shards in host memory instead, as `CPUOffloadPolicy` requires. All other tensors still go
-            to `device`.
+        module: a plain module, or a module that `FullySharded` has sharded.
+        device: the device on which the rank computes.
+        offload: whether to allocate the shards of FSDP2 in host memory, as `CPUOffloadPolicy` requires. All other
+            tensors are still allocated on `device`.
     """
     sharded_on = torch.device("cpu") if offload else device
 
@@ -251,7 +252,7 @@ def allocate(module: nn.Module, device: torch.device, *, offload: bool = False) 
     replace_tensors(module, allocated, lambda buffer: _on(buffer, device))
     for submodule in module.modules():
         if isinstance(submodule, FSDPModule):
-            # FSDP2 looks up its shards again after every `_apply`
+            # FSDP2 looks up its shards again whenever `_apply` is called
             submodule._apply(lambda tensor: tensor, recurse=False)
 
 

@@ -1,8 +1,8 @@
-"""Expert parallelism: experts are divided over ranks, and tokens are sent to them and back.
+"""Expert parallelism: experts are divided over ranks, and tokens are sent to their experts.
 
-Ranks read different samples. One all-to-all sends the tokens to the ranks of their experts, and a second one returns
-the results. A small all-to-all before them exchanges the token counts, so nothing is padded or dropped. Lepikhin et
-al., 2020, arXiv:2006.16668 (GShard).
+Ranks read different samples. One all-to-all sends the tokens to the ranks of their experts, and a second all-to-all
+returns the results. A small all-to-all first exchanges the token counts, so tokens are neither padded nor dropped. The
+method is that of GShard (Lepikhin et al., 2020, arXiv:2006.16668).
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ class ExpertReport:
     """Result of `divide_experts`.
 
     Attributes:
-        experts: total number of experts of each mixture, by the name of its experts module.
-        own: half-open interval of this rank's experts in each mixture.
+        experts: total number of experts in each mixture, by the name of the module with the experts.
+        own: half-open interval of the experts of this rank in each mixture.
         parameters: names of the divided parameters.
-        notes: notes for the user about this model under expert parallelism.
+        notes: notes for the user about this model with expert parallelism.
     """
 
     experts: dict[str, int]
@@ -53,28 +53,29 @@ class ExpertReport:
 
 
 def divide_experts(model: nn.Module, parts: Parts, ep: Group) -> ExpertReport:
-    """Keep this rank's shard of every mixture's experts, and route tokens to all experts.
+    """Divide the experts of every mixture over the ranks, and route tokens to all experts.
 
-    The experts of a mixture are a module with the attribute `num_experts` and parameters whose dim 0 counts the
-    experts, at least one of them with three dimensions. The call `experts(hidden (tokens, h), top_k_index (tokens, k),
-    top_k_weights (tokens, k)) -> (tokens, h)` returns the weighted sum of the outputs of each token's experts. The
-    zoo's `moe` has this form, as do Mixtral, Qwen2-MoE, OLMoE, DeepSeek-V3, gpt-oss and other models of transformers.
-    The module computes its own experts with the implementation that its configuration selects.
+    The experts of a mixture are a module with the attribute `num_experts`. In its parameters, dim 0 is the index of the
+    expert, and at least one parameter has three dimensions. The call `experts(hidden (tokens, h), top_k_index (tokens,
+    k), top_k_weights (tokens, k)) -> (tokens, h)` returns the weighted sum of the outputs of each token's experts. The
+    zoo's `moe` has this form, and so do Mixtral, Qwen2-MoE, OLMoE, DeepSeek-V3, gpt-oss and other models of
+    transformers. The module computes this rank's experts with the implementation that its configuration selects.
 
     Ranks along ep read different samples. All ranks must run the same number of forward and backward passes in the same
-    order. A rank without samples runs them with an empty batch, or with a loss of weight 0. Gradients of experts are
-    complete after the backward pass; all other gradients are marked as partial sums over ep.
+    order. A rank without samples runs these passes with an empty batch, or with a loss of weight 0. The gradients of
+    experts are complete after the backward pass. All other gradients are marked as partial sums over ep.
 
     A load-balancing loss that the model itself computes (`output_router_logits` in transformers) covers the tokens of
-    one rank and one forward pass, so its gradient depends on the plan. The loss of the zoo's `moe` does not.
+    one rank and one forward pass, so its gradient depends on the plan. The load-balancing loss of the zoo's `moe` does
+    not depend on the plan.
 
     Args:
         model: a model on any device including meta.
-        parts: the parts of its parameters; updated.
-        ep: the group of ranks. A single rank changes nothing.
+        parts: the rank's part of each parameter, which the function updates.
+        ep: the ranks that divide the experts. With a single rank, the model does not change.
 
     Raises:
-        PlanError: the experts cannot be divided, for the reason that `undivided` gives.
+        PlanError: the experts cannot be divided, for a reason that `undivided` returns.
     """
     if ep.size == 1:
         return ExpertReport({}, {}, ())
@@ -90,7 +91,7 @@ def divide_experts(model: nn.Module, parts: Parts, ep: Group) -> ExpertReport:
             shard_parameter(module, key, part, axis="ep", dim=0, index=ep.rank, of=ep.size)
             divided.append(part.name)
         module.num_experts = each
-        # A partial function, because a pipeline stage must see its arguments to bind them to a copy of the module.
+        # a partial function, because a pipeline stage must see the arguments to bind them to a copy of the module
         module.__dict__["forward"] = partial(_dispatched, module.forward, inspect.signature(module.forward), total, ep)
     for part_name, part in parts.items():
         if part_name not in divided:
@@ -100,12 +101,14 @@ def divide_experts(model: nn.Module, parts: Parts, ep: Group) -> ExpertReport:
 
 
 def refuse_other_readers(model: nn.Module, plan: Plan, example: Batch, call: Call) -> None:
-    """Refuse models that read parameters of experts elsewhere, for example for a penalty.
+    """Raise an error if a model reads parameters of experts elsewhere.
+
+    An example is a penalty on all weights.
 
     A model that cannot be traced is accepted.
 
     Raises:
-        PlanError: the model reads such a parameter; the message names it.
+        PlanError: the model reads a parameter of an expert outside of the experts; the message names the parameter.
     """
     try:
         graph = record_graph(model, example, call)
@@ -120,8 +123,8 @@ def refuse_other_readers(model: nn.Module, plan: Plan, example: Batch, call: Cal
             if not f"{reader}.".startswith(f"{path}."):
                 raise PlanError(
                     "plan.expert_read_outside",
-                    "plan {plan}: {reader} reads {name}, a parameter of experts, outside of {path}. There, a rank "
-                    "holds only its own experts, so the result would be wrong. Use dp={ranks} or fsdp={ranks} "
+                    "plan {plan}: {reader} reads {name}, a parameter of experts, outside of {path}. At that point, a "
+                    "rank has only its own experts, so the result would be wrong. Use dp={ranks} or fsdp={ranks} "
                     "zero=2, or remove this read from the model's forward pass. For an L2 penalty, set the "
                     "optimizer's weight_decay instead.",
                     plan=plan,
@@ -158,18 +161,21 @@ _OWN_BALANCE = (
 )
 
 
-# token counts are known only after routing, so this is not compiled
+# not compiled, because the token counts are known only after routing
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _dispatched(
     forward: Any, signature: inspect.Signature, experts: int, ep: Group, *args: Any, **kwargs: Any
 ) -> Tensor:
-    """Compute the output of all experts. Each rank runs its own experts on all ranks' tokens."""
+    """Compute the output of all experts.
+
+    Each rank runs its own experts on the tokens of all ranks.
+    """
     hidden, top_k_index, top_k_weights = signature.bind(*args, **kwargs).args
     if without_values(hidden):
         raise RuntimeError("which tokens go to which experts depends on their values, and these tensors have none")
     order, counts = by_expert(top_k_index, experts)
     of_experts = counts.view(ep.size, experts // ep.size)
-    # number of tokens to receive, shape (rank, own expert)
+    # number of tokens that this rank receives, shape (rank, own expert)
     from_ranks = torch.empty_like(of_experts)
     ep.all_to_all(from_ranks, of_experts)
     return sent_to_experts(forward, hidden, order, of_experts, from_ranks, top_k_weights, ep)
@@ -178,14 +184,14 @@ def _dispatched(
 def sent_to_experts(
     forward: Any, hidden: Tensor, order: Tensor, of_experts: Tensor, from_ranks: Tensor, weights: Tensor, ep: Group
 ) -> Tensor:
-    """Send tokens, sorted by expert, to the ranks of their experts, and combine the results.
+    """Send tokens, sorted by expert, to their experts' ranks, and combine the results.
 
     Args:
-        forward: the forward function of this rank's experts.
-        of_experts: number of this rank's tokens sent to each expert, shape (rank, expert of that rank).
-        from_ranks: number of tokens received for each own expert, shape (rank, own expert).
+        forward: function that computes this rank's experts.
+        of_experts: number of tokens that this rank sends to each expert, shape (rank, expert of that rank).
+        from_ranks: number of tokens that this rank receives for each of its experts, shape (rank, own expert).
     """
-    # the only synchronization with a GPU
+    # the only point at which the host waits for the GPU
     sends, receives = torch.stack([of_experts.sum(1), from_ranks.sum(1)]).tolist()
     order = order[: sum(sends)]
     rows = _exchanged(hidden[order // weights.shape[1]], sends, receives, ep)
@@ -207,9 +213,9 @@ def _own_experts(forward: Any, rows: Tensor, from_ranks: Tensor, dtype: torch.dt
 
 
 def _exchanged(rows: Tensor, sends: list[int], receives: list[int], ep: Group) -> Tensor:
-    """Exchange `rows` by an all-to-all; gradients travel in the opposite direction.
+    """Exchange `rows` with an all-to-all; gradients travel in the opposite direction.
 
-    Rank r receives the next `sends[r]` rows of this rank, and sends `receives[r]` rows.
+    This rank sends `sends[r]` rows to rank r, in rank order, and receives `receives[r]` rows from it.
     """
     exchanged: Tensor = _AllToAll.apply(rows, sends, receives, ep)
     return exchanged

@@ -1,4 +1,4 @@
-"""Pipeline stages made by `torch.export`, for models that bypass module outputs."""
+"""Pipeline stages from `torch.export`, for models that pass tensors around module outputs."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ from paceline.split.layout import replace_tensors
 from paceline.split.record_forward import Call, quiet
 from paceline.split.stages import Stage, copied, drop_buffers
 
-# torch.export appends this to the name of a module in its second and later calls
+# torch.export appends this suffix to the name of a module for its second and later calls
 _CALL = re.compile(r"@\d+(?=\.|$)")
 
 
 @dataclass
 class StageGraph:
-    """One stage's computation for one batch shape: a graph that torch traced and split.
+    """The computation of one stage for one batch shape, as a graph of torch.export.
 
     Attributes:
         received, sent: the tensors that the stage receives and sends.
-        names: the model's name of each parameter and buffer, by its name in the graph. If a module is called twice, the
-            graph has several names for one parameter.
+        names: for each name of a parameter or buffer in the graph, its name in the model. If a module is called twice,
+            the graph has several names for one parameter.
     """
 
     graph: nn.Module
@@ -55,17 +55,20 @@ class StageGraph:
         return False
 
     def parameters(self) -> set[str]:
-        """The parameters that the stage uses. A tied one may have any of its names."""
+        """Return the parameters that the stage uses.
+
+        A tied parameter may have any of its names.
+        """
         return {self.names[name] for name, _ in self.graph.named_parameters(remove_duplicate=False)}
 
     def buffers(self) -> set[str]:
-        """The buffers that the stage reads or changes."""
+        """Return the buffers that the stage reads or changes."""
         return {self.names[name] for name, _ in self.graph.named_buffers(remove_duplicate=False) if name in self.names}
 
     def run(
         self, batch: Batch, received: Sequence[Tensor], tensors: Mapping[str, Tensor] | None = None
     ) -> dict[fx.Node, Any]:
-        """Run the stage and return the values of all nodes known after it."""
+        """Run the stage; return the values of all nodes that are known afterwards."""
         given = zip((*self.incoming, *self.inputs), (*received, *_tensors(batch)), strict=True)
         known: dict[fx.Node, Any] = dict(given)
         args = fx.node.map_arg(self.node.args, lambda node: known[node])
@@ -76,12 +79,12 @@ class StageGraph:
 
 
 def exported(model: nn.Module, cuts: Sequence[str], batch: Batch, call: Call, device: torch.device) -> list[StageGraph]:
-    """Trace a model by `torch.export`, and split it into stages before the modules `cuts`.
+    """Trace a model with `torch.export`, and split it before each module of `cuts`.
 
-    The graph is valid for this batch shape and for the model's current mode (train or eval).
+    The graphs are valid only for this batch shape and for the model's current mode (train or eval).
 
     Raises:
-        PlanError: the model cannot be traced, e.g. because its control flow depends on data.
+        PlanError: the model cannot be traced, for example because its control flow depends on data.
     """
     fakes = FakeTensorMode(allow_non_fake_inputs=True)
 
@@ -134,9 +137,9 @@ def exported(model: nn.Module, cuts: Sequence[str], batch: Batch, call: Call, de
 
 
 class ExportedStage(Stage):
-    """A stage that runs a `StageGraph` with the (possibly sharded) parameters of `module`.
+    """A stage that runs a `StageGraph` with parameters of `module`, which may be sharded.
 
-    It has no blocks.
+    Such a stage has no blocks.
     """
 
     def __init__(
@@ -171,9 +174,9 @@ class ExportedStage(Stage):
 
 
 class _Output:
-    """Structure of a model's output.
+    """The structure of a model's output.
 
-    It is kept outside of the traced module, because torch.export resets the module's attributes.
+    The structure is stored outside of the traced module, because torch.export resets the module's attributes.
     """
 
     def __init__(self) -> None:
@@ -192,7 +195,7 @@ class _Output:
 
 
 class _Flat(nn.Module):
-    """Wrapper of a model that takes and returns tensors instead of batches and objects."""
+    """Wrapper of a model with tensors as inputs and outputs, instead of batches and objects."""
 
     def __init__(self, model: nn.Module, call: Call, batch: Batch, output: _Output) -> None:
         super().__init__()
@@ -230,7 +233,10 @@ def _stage_graphs(
 
 
 def _model_names(graph: nn.Module, known: set[str]) -> dict[str, str]:
-    """Map a graph's parameters and buffers to the model's names. The graph's constants have none."""
+    """Map a graph's parameters and buffers to the model's names.
+
+    Constants of the graph have no name in the model.
+    """
     plain = ((name, name.removeprefix("model.")) for name in _named_tensors(graph))
     own = ((name, first if first in known else _CALL.sub("", first)) for name, first in plain)
     return {name: first for name, first in own if first in known}
@@ -255,10 +261,12 @@ def _tensors(batch: Batch) -> list[Tensor]:
 
 
 def inline_no_grad(program: ExportedProgram) -> None:
-    """Inline the operations of every region. Regions without gradients get detached operands.
+    """Inline the operations of every region that enables or disables gradients.
+
+    In a region without gradients, the operands are detached.
 
     Raises:
-        PlanError: a region without gradients contains one with gradients.
+        PlanError: a region without gradients contains a region with gradients.
     """
     graph = program.graph
     for node in [n for n in graph.nodes if n.target is torch.ops.higher_order.wrap_with_set_grad_enabled]:
@@ -301,12 +309,12 @@ def _copied(graph: fx.Graph, before: fx.Node, body: fx.Graph, operands: list[Any
                 known[inner] = graph.node_copy(inner, lambda n: known[n])
     whole = dict(zip(inputs, operands, strict=True))
     [output] = [n for n in body.nodes if n.op == "output"]
-    # Operands that a region returns unchanged or changes in place keep their earlier gradients.
+    # Operands that a region returns unchanged, or changes in place, are not detached.
     return [whole.get(_as_changed(n), known[n]) if isinstance(n, fx.Node) else n for n in output.args[0]]
 
 
 def _as_changed(node: fx.Node) -> fx.Node:
-    """Return the tensor that an operation changed in place and returned, else the node itself."""
+    """Return the tensor that an operation changed in place and returned, or else the node."""
     while isinstance(node.target, torch._ops.OpOverload) and isinstance(node.args[0] if node.args else None, fx.Node):
         schema = node.target._schema
         returned = schema.returns[0].alias_info if len(schema.returns) == 1 else None

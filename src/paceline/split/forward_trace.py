@@ -1,6 +1,6 @@
-"""Trace of one forward pass: module calls, operations, and possible cuts.
+"""Trace of one forward pass, with module calls, operations and possible cuts.
 
-A cut lists the tensors that cross it.
+A cut lists the tensors that cross from one stage to the next.
 """
 
 from __future__ import annotations
@@ -25,17 +25,18 @@ class Observed:
     """Observations of one forward pass, which remain available if the pass fails.
 
     Attributes:
-        transformed: modules called within a transform of `torch.func` (vmap, grad).
-        substituted: modules called with other tensors instead of their parameters (`torch.func.functional_call`).
+        transformed: modules that are called within a transform of `torch.func` (vmap, grad).
+        substituted: modules that are called with other tensors in place of their parameters
+            (`torch.func.functional_call`).
         direct: modules whose `forward` is called directly, which bypasses all hooks.
-        written: parameters that the forward pass changes, each with the operation that does so.
-        differentiates: True if the forward pass calls autograd (for a gradient penalty, or forces from energies).
+        written: parameters that the forward pass changes, each with the operation that changes it.
+        differentiates: True if the forward pass calls autograd, for example to compute a gradient penalty.
         writes_input: True if the batch is changed in place.
         checkpointed: start and end times of the model's activation checkpoints, on the trace's clock.
-        reentrant: True if some of them are re-entrant.
+        reentrant: True if an activation checkpoint of the model is re-entrant.
         functions: start and end times of the forward passes of `torch.autograd.Function`s.
         keeps: (module, attribute) of lists and dictionaries in which modules keep tensors that depend on parameters.
-        changes_attributes: True if modules change their own numbers or strings, such as a counter.
+        changes_attributes: True if modules change numbers or strings in their attributes, such as a counter.
     """
 
     transformed: set[str] = field(default_factory=set)
@@ -92,8 +93,8 @@ class Observed:
 def without_reentrant_checkpoints(note: Callable[[], None] = lambda: None) -> Iterator[None]:
     """Run re-entrant activation checkpoints as non-reentrant ones, with the same results.
 
-    Re-entrant checkpoints hide the graph of autograd, in which a tensor received from another stage must be found. As
-    with re-entrant checkpoints, the output has no gradient if no input has one.
+    Re-entrant checkpoints hide the autograd graph, but tensors from other stages must be found in this graph. As with
+    re-entrant checkpoints, the output has no gradient if no input has a gradient.
     """
     original = checkpointing.CheckpointFunction
 
@@ -120,7 +121,7 @@ IN_TRANSFORM = (
 
 
 def refuse_unsupported_code(observed: Observed) -> None:
-    """Refuse a model whose forward pass cannot be computed in stages at all.
+    """Raise an error if stages cannot compute the model's forward pass.
 
     Raises:
         PlanError: the forward pass calls autograd, or changes parameters.
@@ -128,16 +129,17 @@ def refuse_unsupported_code(observed: Observed) -> None:
     if observed.differentiates:
         raise PlanError(
             "plan.autograd_in_forward",
-            "pp: the model's forward pass runs autograd itself (torch.autograd.grad or backward), which would have "
-            "to go back through other stages. Use pp=1 (fsdp divides such a model).",
+            "pp: the model's forward pass runs autograd itself (torch.autograd.grad or backward). This call would "
+            "have to run through other stages. Use pp=1 (fsdp divides such a model).",
         )
     for name, operation in observed.written.items():
-        # the backward pass of an embedding does not read the weight
+        # the backward pass of an embedding does not read the weight, so the embedding may change it
         if not operation.startswith("aten.embedding_renorm_"):
             raise PlanError(
                 "plan.parameter_changed_in_flight",
-                "pp: the model's forward pass changes its parameter {name} ({operation}), but other microbatches "
-                "in flight still need the old values. Change it after the optimizer's step instead, or use pp=1.",
+                "pp: the model's forward pass changes its parameter {name} ({operation}), but the backward passes of "
+                "other microbatches still need the old values. Change the parameter after the optimizer's step "
+                "instead, or use pp=1.",
                 name=name,
                 operation=operation,
             )
@@ -146,7 +148,7 @@ def refuse_unsupported_code(observed: Observed) -> None:
 def can_be_exported(model: nn.Module, observed: Observed) -> bool:
     """True if a `torch.export` graph can replace the model's code.
 
-    The graph does not run backward hooks, and does not change module attributes.
+    The graph cannot run backward hooks and cannot change module attributes.
     """
     if observed.transformed or observed.substituted or observed.keeps or observed.changes_attributes:
         return False
@@ -162,7 +164,7 @@ CallKey = tuple[str, int]
 
 @dataclass(frozen=True)
 class TensorShape:
-    """Size, dtype and `requires_grad` of a contiguous tensor."""
+    """The size, dtype and `requires_grad` of a contiguous tensor."""
 
     size: tuple[int, ...]
     dtype: torch.dtype
@@ -177,7 +179,7 @@ class TensorShape:
         return torch.empty(self.size, dtype=self.dtype, device=device, requires_grad=self.requires_grad)
 
     def zero(self, device: torch.device) -> Tensor:
-        """Return an expanded zero of this shape, which takes almost no memory."""
+        """Return zeros of this shape, which share the memory of a single number."""
         return torch.zeros((), dtype=self.dtype, device=device).expand(self.size)
 
 
@@ -187,10 +189,11 @@ class ModuleCall:
 
     Attributes:
         call_index: number of the module's earlier calls in this forward pass.
-        parent: index of the calling module's call, or -1.
-        enter, leave: start and end, on the trace's clock.
-        leaves: its flattened output, with tensors as `TensorShape`; `spec` is the structure.
-        nodes: the identity of each leaf that is a tensor; None for other leaves.
+        parent: index of the enclosing module call, or -1.
+        enter, leave: start and end of the call, on the trace's clock.
+        leaves: the flattened output of the call, with a `TensorShape` for each tensor. `spec` is the structure of the
+            output.
+        nodes: for each leaf, the identity of its tensor; None if the leaf is not a tensor.
         uses_parameters: True if an operation in the call depends on a parameter.
     """
 
@@ -221,7 +224,7 @@ class TracedOperation:
     module_call: int
     reads: list[Node]
     makes: list[Node]
-    changes: list[int]  # storages
+    changes: list[int]  # indices of the storages that the operation changes
     random: bool
     name: str
     looks: bool = False  # True if code can branch on values that the operation reads
@@ -229,7 +232,7 @@ class TracedOperation:
 
 @dataclass(frozen=True)
 class Attribute:
-    """A tensor that a module holds as an attribute when it is called."""
+    """A tensor that is an attribute of a module when the module is called."""
 
     module: str
     name: str
@@ -242,9 +245,9 @@ class CutTensor:
     """A tensor that crosses a cut.
 
     Attributes:
-        sources: (module, call index, leaf) of each call before the cut that returns the tensor.
-        node: identity of the tensor.
-        changed: True if code between the modules changes the tensor in place. Every stage runs that code.
+        sources: (module, call index, leaf) for each call that returns the tensor before the cut.
+        node: the tensor's identity.
+        changed: True if code between the modules changes the tensor in place. Every stage runs such code.
     """
 
     sources: tuple[tuple[str, int, int], ...]
@@ -255,13 +258,13 @@ class CutTensor:
 
 @dataclass(frozen=True)
 class Cut:
-    """A possible cut, just before module `before` is called.
+    """A possible cut, immediately before the call of module `before`.
 
     Attributes:
-        time: the time of that call, on the trace's clock.
-        values: the tensors that cross.
-        parameters: the parameters that both sides need, because code between the modules applies them to crossing
-            tensors.
+        time: the time of the call, on the trace's clock.
+        values: the tensors that cross the cut.
+        parameters: the parameters that are needed on both sides, because code between the modules applies them to
+            tensors that cross the cut.
     """
 
     before: str
@@ -276,11 +279,11 @@ class ForwardTrace:
 
     Attributes:
         result: identities of the tensors that the model returns.
-        parameters, buffers: names by storage.
-        attributes: tensors that modules keep.
+        parameters, buffers: the name of each parameter or buffer, by its storage.
+        attributes: tensors that are attributes of modules.
         observed: all other observations.
         hooked: names of modules with backward hooks.
-        end: end of the pass, on the trace's clock.
+        end: end of the forward pass, on the trace's clock.
     """
 
     END = 1 << 62
@@ -297,7 +300,7 @@ class ForwardTrace:
     end: int = 0
 
     def cut(self, before: str) -> Cut | str:
-        """Return the cut before a module's first call, or a reason why there is none."""
+        """Return the cut before a module's first call, or why there is no cut."""
         first = next((v for v in self.module_calls if v.name == before), None)
         if first is None:
             return f"{before} is not called in the forward pass"
@@ -361,19 +364,19 @@ class ForwardTrace:
     def enters(self, module: str) -> int:
         """Return the time of a module's first call.
 
-        The time is 0 if the module is not called, or if nothing is computed earlier.
+        The time is 0 if the module is not called, or if nothing is computed before the call.
         """
         time = next((v.enter for v in self.module_calls if v.name == module), 0)
         return time if self.done(time) else 0
 
     def done(self, time: int) -> list[ModuleCall]:
-        """List the outermost calls that ended before `time` and used parameters."""
+        """List the outermost module calls that ended before `time` and used parameters."""
         return [
             v for v in self.module_calls if v.uses_parameters and v.leave <= time and not self._ended(v.parent, time)
         ]
 
     def to_come(self, time: int) -> list[ModuleCall]:
-        """List the outermost calls that begin at `time` or later."""
+        """List the outermost module calls that begin at `time` or later."""
         return [
             v
             for v in self.module_calls
@@ -381,12 +384,12 @@ class ForwardTrace:
         ]
 
     def used(self, start: int, stop: int) -> set[str]:
-        """List the parameters that are read between two times."""
+        """Return the parameters that are read between two times."""
         read = {node[0] for step in self.steps if start <= step.time < stop for node in step.reads}
         return {name for storage, name in self.parameters.items() if storage in read}
 
     def buffers_changed_after(self, time: int) -> set[str]:
-        """List the buffers that the forward pass changes at `time` or later."""
+        """Return the buffers that the forward pass changes at `time` or later."""
         return {self.buffers[s] for step in self.steps if step.time >= time for s in step.changes if s in self.buffers}
 
     def changed_elsewhere(self, module_call: ModuleCall) -> set[int]:
@@ -400,14 +403,15 @@ class ForwardTrace:
         return module_call >= 0 and self.module_calls[module_call].leave <= time
 
     def _needed(self, time: int, sources: dict[Node, Any]) -> tuple[set[Node], set[str]]:
-        """Return the nodes of `sources` used after `time`, and the parameters needed for them.
+        """Return the nodes of `sources` that are used after `time`, and the needed parameters.
 
-        Uses by code between modules count, because every stage runs that code. Raises `_NoCut`.
+        Uses by code between modules are included, because every stage runs this code. `_NoCut` is raised if no cut is
+        possible.
         """
         outside = [s for s in self.steps if s.time < time and not self._within(s.module_call, time)]
         updates = [s for s in outside if any(c in self.buffers for c in s.changes)]
-        # Values that code reads come first in the list, and so last in the search. Every stage may read a random draw
-        # (layer drop).
+        # Values that code reads are first in the list, so the search visits them last. Every stage may read a random
+        # draw (layer drop).
         open_ = [
             (node, step.time) for step in outside if step.looks for node in step.reads if node[0] not in self.buffers
         ]
@@ -453,7 +457,7 @@ class ForwardTrace:
         return crossing, parameters
 
     def _refuse_changed_since(self, node: Node, read: int, time: int, sources: Sequence[ModuleCall]) -> None:
-        """Refuse a tensor that a module changed after code between modules had read it."""
+        """Raise an error if a module changes a tensor after code between modules read it."""
         before = [s for s in self._changers[node[0]] if s.time < time]
         inside = [self._within(s.module_call, time) for s in before]
         late = [v for s, v in zip(before, inside, strict=True) if v is not None and read < time and s.time > read]
@@ -465,7 +469,7 @@ class ForwardTrace:
             raise _NoCut(f"{name} changes in place a tensor {list(node[1])} that the code between modules uses, too")
 
     def _read_after(self, time: int) -> list[tuple[Node, int]]:
-        """List tensors created before `time` and read after it, each with its time."""
+        """List the tensors that are created before `time` and read later, with the times."""
         made: set[Node] = set()
         read = []
         for step in self.steps:
@@ -475,7 +479,10 @@ class ForwardTrace:
         return read + [(node, self.end) for node in self.result if node not in made]
 
     def _within(self, module_call: int, time: int) -> ModuleCall | None:
-        """Return the outermost call around an operation that ended before `time` and uses parameters."""
+        """Return the outermost finished call around an operation, if it uses parameters.
+
+        A call is finished if it ended before `time`.
+        """
         found = None
         while module_call >= 0:
             here = self.module_calls[module_call]
@@ -494,7 +501,7 @@ class ForwardTrace:
 
 
 class _NoCut(Exception):
-    """Raised with the reason why a model cannot be cut at a time."""
+    """Raised if a model cannot be cut at a time; the message is the reason."""
 
 
 def _by(pairs: Iterable[tuple[Key, TracedOperation]]) -> dict[Key, list[TracedOperation]]:
@@ -509,7 +516,7 @@ def is_in(module: str, outer: str) -> bool:
 
 
 def reachable(modules: Iterable[nn.Module], without: Collection[nn.Module]) -> set[nn.Module]:
-    """Return all modules in `modules` that can be reached without passing through `without`."""
+    """Return the modules in `modules` that are reachable without passing through `without`."""
     found: set[nn.Module] = set()
     open_ = list(modules)
     while open_:
@@ -521,6 +528,6 @@ def reachable(modules: Iterable[nn.Module], without: Collection[nn.Module]) -> s
 
 
 def strange_type(leaves: Sequence[Any]) -> str | None:
-    """Return the type name of the first output leaf that could hide tensors, or None."""
+    """Return the type of the first output leaf that could hide tensors, or None."""
     plain = (Tensor, TensorShape, int, float, str, type(None))
     return next((type(leaf).__name__ for leaf in leaves if not isinstance(leaf, plain)), None)

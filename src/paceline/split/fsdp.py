@@ -1,7 +1,8 @@
 """FSDP2 (`fully_shard`): each rank keeps a slice of every parameter, gradient and optimizer state.
 
 `zero` selects the stage of ZeRO (Rajbhandari et al., 2020, arXiv:1910.02054). At all stages, every rank keeps 1 / ranks
-of the state between steps, parameters included. The stages differ in the memory within a step and in the bytes sent:
+of the parameters and of the other state between steps. The stages differ in the memory within a step and in the number
+of bytes sent:
 
 ====  ==================================  =================================  ============================
 zero  parameters                          gradients                          sent per step
@@ -16,9 +17,9 @@ zero  parameters                          gradients                          sen
 1     gathered once a step                whole until the last microbatch    1 of each
 ====  ==================================  =================================  ============================
 
-In a pipeline, PyTorch's `PipelineStage` ignores `zero`: it reduces gradients once per step, and keeps parameters
-gathered within the step. With zero=3 a stage would be gathered twice for every microbatch, and zero-bubble schedules
-would need a third gather.
+In a pipeline, PyTorch's `PipelineStage` ignores `zero`. It reduces gradients once per step and keeps parameters
+gathered during the step. With zero=3, each microbatch would gather a stage twice, and zero-bubble schedules would need
+a third gather.
 """
 
 from __future__ import annotations
@@ -42,34 +43,34 @@ from paceline.split.record_forward import Call, trace_forward
 
 
 class FullySharded:
-    """FSDP2 for a rank's modules, with the settings that change within a step.
+    """FSDP2 for the modules of a rank, with the settings that change during a step.
 
-    The modules are sharded in place: parameters become DTensors, and `parts` records their slices. Each block is
-    gathered and reduced as one unit, and the remainder of a stage as another unit. All reductions are sums.
+    The modules are sharded in place: parameters become DTensors, and `parts` records the slices. Each block is gathered
+    and reduced as one unit. The remainder of a stage is another unit. All reductions are sums.
 
-    Three kinds of parameters are special. A block that shares a parameter with a module outside of it is gathered with
-    the remainder. Parameters without dimensions cannot be sliced: every rank keeps them, and `parts` marks their
+    Three kinds of parameters are special. A block that shares a parameter with a module outside of the block is
+    gathered with the remainder. Scalar parameters cannot be sliced, so every rank keeps them, and `parts` marks their
     gradients as partial sums along fsdp. A parameter that no rank uses in a step has no gradient afterwards, as in a
-    single process. A *block*, however, must run on all ranks or on none, because all ranks take part in its
+    single process. A *block*, however, must run on all ranks or on none, because all ranks participate in its
     collectives.
 
-    With `precision="bf16"`, parameters are gathered and inputs are cast in bfloat16, which halves the gathered bytes.
-    Gradients are summed in float32, and shards are kept in float32. A stage's output is cast back to float32 for the
-    loss. In contrast to autocast, norms, softmax and residual sums also run in bfloat16. Batch norms do not support
-    bfloat16 weights, so a model with batch norms uses autocast instead.
+    With `precision="bf16"`, parameters are gathered in bfloat16, which halves the gathered bytes, and inputs are cast
+    to bfloat16. Gradients are summed in float32, and shards are stored in float32. The output of a stage is cast back
+    to float32 for the loss. In contrast to autocast, norms, softmax and residual sums also run in bfloat16. Batch norms
+    do not support bfloat16 weights, so a model with batch norms uses autocast instead.
 
     Args:
-        stages: the model, or a rank's pipeline stages; on the meta device or real.
-        blocks: non-overlapping modules within the stages (`find_blocks`).
-        named: every parameter of the stages by its key in `parts`.
+        stages: the model or the rank's pipeline stages, on the meta device or real.
+        blocks: modules within the stages that do not overlap (`find_blocks`).
+        named: all parameters of the stages, by their keys in `parts`.
         devices: the one-dimensional mesh along fsdp.
         zero: 1, 2 or 3 (see the module's table).
-        offload: keep shards, gradients and optimizer state in host memory, and gather from there. If the rank computes
-            on the CPU, this only adds a note.
+        offload: whether shards, gradients and optimizer state are in host memory, from which parameters are gathered.
+            If the rank computes on the CPU, this only adds a note.
         pipelined: True if PyTorch's pipeline schedules run the stages.
 
     Attributes:
-        casts: True if FSDP2 casts parameters and inputs to bfloat16 itself; otherwise bf16 needs autocast.
+        casts: True if FSDP2 casts parameters and inputs to bfloat16; if False, `bf16` requires autocast.
         offload: True if the shards are in host memory and the rank computes on another device (see `allocate`).
         notes: notes for the user.
 
@@ -99,7 +100,7 @@ class FullySharded:
         for parameter in named.values():
             # FSDP2 requires contiguous parameters
             parameter.data = parameter.data.contiguous()
-        # FSDP2 assigns to the `data` of buffers, which torch does not allow between the CPU and every device
+        # FSDP2 assigns to the `data` of buffers, which torch does not allow between the CPU and some devices
         here = devices.device_type
         replace_tensors(nn.ModuleList(stages), None, lambda b: b if b.is_meta or b.device.type == here else b.to(here))
         options: dict[str, Any] = {
@@ -143,11 +144,11 @@ class FullySharded:
             )
 
     def microbatch(self, last: bool) -> None:
-        """Set when gradients are reduced and parameters are resharded.
+        """Set whether this microbatch reduces gradients and reshards parameters.
 
-        Without a pipeline, call this before each microbatch.
+        Call this before each microbatch if the model has no pipeline.
 
-        `last` is True in the last microbatch of a step.
+        `last` is True for the last microbatch of a step.
         """
         if self._pipelined or self._zero == 3:
             return
@@ -157,19 +158,22 @@ class FullySharded:
                 stage.set_requires_gradient_sync(last)
 
     def after_backward(self) -> None:
-        """Drop the gradients of parameters that no rank used in a step.
+        """Remove the gradients of parameters that no rank used in the step.
 
-        FSDP2 would leave zeros, whereas a single process has no gradient.
+        FSDP2 leaves zeros as gradients of such parameters, but a single process has no gradient for them.
         """
         self._used.drop_unused(self._devices)
 
     def close(self) -> None:
-        """Free gathered parameters, even after a failed step. The modules stay sharded."""
+        """Free gathered parameters, even after a failed step.
+
+        The modules stay sharded.
+        """
         for handle in self._handles:
             handle.remove()
         self._used.close()
         for stage in self._stages:
-            # set by the first forward pass, before which there is nothing to free
+            # the first forward pass sets this attribute; before that, no parameter is gathered
             if stage._get_fsdp_state()._is_root:
                 stage.reset_iter_state()
 
@@ -177,9 +181,10 @@ class FullySharded:
 def _note_slices(
     named: Mapping[str, nn.Parameter], parts: Parts, devices: DeviceMesh, scalars: set[nn.Parameter]
 ) -> None:
-    """Record this rank's slice of each parameter; FSDP2 slices dim 0 like `torch.chunk`.
+    """Record this rank's slice of each parameter.
 
-    All slices have the same size, rounded up, except for a smaller one and empty ones at the end.
+    FSDP2 slices dim 0 like `torch.chunk`: all slices have the same size, rounded up, except for a smaller slice and
+    empty slices at the end.
     """
     rank, size = devices.get_local_rank(), devices.size()
     for name, parameter in named.items():
@@ -194,9 +199,9 @@ def _note_slices(
 
 
 def _own_pieces(stages: Sequence[nn.Module], blocks: Sequence[nn.Module]) -> list[nn.Module]:
-    """Select the blocks that share no parameter with outer modules.
+    """Return the blocks that share no parameter with modules outside of the block.
 
-    FSDP2 gathers each parameter with one unit only.
+    FSDP2 can gather a parameter with only one unit.
     """
     holding: dict[nn.Parameter, set[nn.Module]] = {}
     for module in (module for stage in stages for module in stage.modules()):
@@ -216,9 +221,9 @@ def _own_pieces(stages: Sequence[nn.Module], blocks: Sequence[nn.Module]) -> lis
 def _refuse_mixed_types(
     stages: Sequence[nn.Module], pieces: Sequence[nn.Module], names: Mapping[nn.Parameter, str]
 ) -> None:
-    """Refuse units with trainable parameters of several dtypes.
+    """Raise an error if the trainable parameters of a unit differ in dtype.
 
-    FSDP2 reduces a unit in one collective, and would not fail until the first step.
+    FSDP2 reduces a unit in one collective, and would only fail in the first step.
     """
     within = {parameter for piece in pieces for parameter in piece.parameters()}
     remainders = [[p for p in stage.parameters() if p not in within] for stage in stages]
@@ -232,8 +237,8 @@ def _refuse_mixed_types(
             raise PlanError(
                 "plan.mixed_types",
                 "fsdp reduces the gradients of a block in one collective, so the trainable parameters of a block "
-                "must have the same type: {types}. Give the whole model one type (model.float()), or freeze the "
-                "parameters of the other type.",
+                "must have the same type: {types}. Convert the whole model to one type (model.float()), or freeze "
+                "the parameters of the other type.",
                 types=found,
             )
 
@@ -251,7 +256,7 @@ def _sum_only(stage: nn.Module) -> None:
 
 
 def _forget_gathered(stage: nn.Module, inputs: Any, output: Any) -> None:
-    """Reshard after a forward pass without backward, so the next step gathers current weights."""
+    """Reshard after a forward pass without gradients, so the next step gathers current weights."""
     if not torch.is_grad_enabled():
         for module in stage.modules():
             if isinstance(module, FSDPModule):
@@ -259,11 +264,11 @@ def _forget_gathered(stage: nn.Module, inputs: Any, output: Any) -> None:
 
 
 class _Used:
-    """Flags of the parameters that received a gradient on any rank in this step.
+    """Flags of the parameters that received a gradient in this step on any rank.
 
-    FSDP2 sets all other gradients to zero, and an optimizer would apply the zeros. The flags are read from FSDP2's
-    parameter groups, as in PyTorch's own `PipelineStage`, because gathered parameters have no public name and
-    zero-bubble schedules set gradients without running hooks.
+    FSDP2 sets the gradients of all other parameters to zero, and an optimizer would apply these zeros. The flags are
+    read from FSDP2's parameter groups, as in PyTorch's own `PipelineStage`, because gathered parameters have no public
+    name and zero-bubble schedules set gradients without running hooks.
     """
 
     def __init__(self, stages: Sequence[nn.Module]) -> None:
@@ -301,7 +306,7 @@ class _Used:
 
 
 def watched(model: nn.Module, example: Batch, call: Call, device: torch.device) -> tuple[ForwardTrace | None, Observed]:
-    """Trace a forward pass on shapes, and return the trace and observations.
+    """Trace a forward pass without values; return the trace and the observations.
 
     The trace is None if the model cannot be traced without its weights.
     """
@@ -314,7 +319,7 @@ def watched(model: nn.Module, example: Batch, call: Call, device: torch.device) 
 
 
 def refuse_writes(observed: Observed) -> None:
-    """Refuse a model whose forward pass changes parameters, because fsdp would lose the change.
+    """Raise an error if the forward pass changes parameters, because fsdp would lose the change.
 
     Raises:
         PlanError: the forward pass changes a parameter.
@@ -323,15 +328,15 @@ def refuse_writes(observed: Observed) -> None:
         how = "an nn.Embedding with max_norm" if operation.startswith("aten.embedding_renorm_") else operation
         raise PlanError(
             "plan.parameter_changed_in_forward",
-            "fsdp: the model's forward pass changes its parameter {name} ({how}), but fsdp gathers it for one pass "
-            "and then discards it. Change it after the optimizer's step instead, or use fsdp=1.",
+            "fsdp: the model's forward pass changes its parameter {name} ({how}), but fsdp gathers the parameter for "
+            "one pass and then discards it. Change the parameter after the optimizer's step instead, or use fsdp=1.",
             name=name,
             how=how,
         )
 
 
 def inseparable(blocks: Sequence[str], trace: ForwardTrace | None, observed: Observed) -> dict[str, str]:
-    """Find blocks that must be gathered with the remainder of the model, with reasons."""
+    """Map blocks that must be gathered with the remainder of the model to reasons."""
     if observed.differentiates:
         return dict.fromkeys(blocks, "the forward pass runs autograd itself")
     if observed.transformed:
@@ -371,9 +376,9 @@ def _in_operations(blocks: Sequence[str], trace: ForwardTrace) -> Iterator[tuple
 
 
 def _changed_views(blocks: Sequence[str], trace: ForwardTrace) -> Iterator[tuple[str, str]]:
-    """Find blocks that return a view which later code changes in place.
+    """Yield blocks that return a view that later code changes in place, with a reason.
 
-    For such a block, autograd runs the backward pass of the view's base, and skips FSDP2's hook on the view.
+    For such a block, autograd runs the backward pass of the view's base tensor and skips FSDP2's hook on the view.
     """
     first: dict[int, Node] = {}
     for step in trace.steps:

@@ -1,4 +1,4 @@
-"""A rank's parameters: layouts of shards, ties, memory, and users' hooks."""
+"""Parameters of a rank: layouts of shards, ties between parameters, memory, and gradient hooks."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ from paceline.job.optimizer import OptimizerSpec
 from paceline.planning.plan import Plan
 
 Interval = tuple[int, int]  # (start, stop)
-Sections = Sequence[int] | None  # sizes of the sections along a dimension, such as query, key and value
+# sizes of the sections along a dimension, such as the sections for query, key and value
+Sections = Sequence[int] | None
 
 
 class Box(NamedTuple):
-    """A block that is contiguous both in a rank's shard and in the full tensor.
+    """A block that is contiguous in a rank's shard and in the full tensor.
 
     `own` and `full` are the offsets of the block in the shard and in the full tensor.
     """
@@ -32,13 +33,13 @@ class Box(NamedTuple):
     shape: tuple[int, ...]
 
     def of(self, own: Tensor) -> Tensor:
-        """Return the block as a view of the rank's shard."""
+        """Return the block as a view of `own`, the shard of the rank."""
         for dim, (start, length) in enumerate(zip(self.own, self.shape, strict=True)):
             own = own.narrow(dim, start, length)
         return own
 
     def within(self, full: Tensor) -> Tensor:
-        """Return the block as a view of the full tensor."""
+        """Return the block as a view of `full`, the full tensor."""
         for dim, (start, length) in enumerate(zip(self.full, self.shape, strict=True)):
             full = full.narrow(dim, start, length)
         return full
@@ -46,11 +47,11 @@ class Box(NamedTuple):
 
 @dataclass(frozen=True)
 class ShardLayout:
-    """A rank's shard of a tensor of shape `full`.
+    """The layout of a rank's shard of a tensor with shape `full`.
 
-    `kept[d]` lists the intervals of dimension d that the rank holds, in the order of its shard. A simple shard has one
-    interval, a shard of a fused query-key-value matrix has three. Splits compose: each split divides the shard of the
-    previous one.
+    `kept[d]` lists the intervals of dimension d that the rank holds, in the order of the shard. A simple shard has one
+    interval per dimension; a shard of a fused query-key-value matrix has three along one dimension. Splits can be
+    combined, because each split divides the shard of the previous split.
     """
 
     full: tuple[int, ...]
@@ -63,12 +64,12 @@ class ShardLayout:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of the rank's shard."""
+        """Shape of the rank's shard."""
         return tuple(sum(stop - start for start, stop in intervals) for intervals in self.kept)
 
     @property
     def is_whole(self) -> bool:
-        """True if the rank holds the full tensor, in its order."""
+        """True if the rank holds the full tensor in the original order."""
         return self == ShardLayout.whole(self.full)
 
     @property
@@ -79,10 +80,11 @@ class ShardLayout:
     def divide(self, dim: int, index: int, of: int, sections: Sections = None) -> ShardLayout:
         """Return the layout of shard `index` of `of` equal shards along `dim`.
 
-        If `sections` is given (sizes that sum to the shard's size), each section is divided separately.
+        If `sections` is given, each section is divided separately. The sizes of the sections must sum to the size of
+        the shard along `dim`.
 
         Raises:
-            ValueError: a section is not a multiple of `of`.
+            ValueError: the size of a section is not a multiple of `of`.
         """
         kept: list[Interval] = []
         start = 0
@@ -96,7 +98,7 @@ class ShardLayout:
         return self._with(dim, kept)
 
     def narrow(self, dim: int, start: int, stop: int) -> ShardLayout:
-        """Return the layout of the interval from `start` to `stop` of this shard along `dim`."""
+        """Return the layout of an interval of this shard, from `start` to `stop` along `dim`."""
         return self._with(dim, self._intervals(dim, start, stop))
 
     def take(self, full: Tensor) -> Tensor:
@@ -114,13 +116,13 @@ class ShardLayout:
             box.within(full).copy_(box.of(own))
 
     def boxes(self) -> Iterator[Box]:
-        """List the contiguous blocks of the shard.
+        """Yield the contiguous blocks of the shard.
 
         An empty shard has no blocks, and a scalar has one block without dimensions.
         """
         if not self.numel:
             return
-        # per dimension: (own start, full start, length)
+        # for each dimension: (start in the shard, start in the full tensor, length)
         placed: list[list[tuple[int, int, int]]] = []
         for intervals in self.kept:
             lengths = [stop - start for start, stop in intervals]
@@ -152,18 +154,19 @@ class ShardLayout:
 
 @dataclass
 class Part:
-    """One parameter as this rank holds it.
+    """One parameter, and the part of it that this rank holds.
 
     Attributes:
-        name: its name in the undivided model. No split renames a module or parameter.
+        name: name of the parameter in the undivided model. No split renames a module or parameter.
         layout: this rank's shard of the full parameter.
-        sharded: the mesh axes along which the ranks hold different shards. Along all other axes of a replica, the ranks
-            hold the same shard.
+        sharded: the mesh axes along which ranks hold different shards. Along all other axes of a replica, ranks hold
+            the same shard.
         summed: the axes along which gradients are partial sums (DTensor's `Partial`) until `Split.after_backward`
             reduces them.
-        stages: number of pipeline stages that hold the parameter, which is 1 without a pipeline. A tied parameter may
-            be in two stages.
-        writes: True if this pipeline rank saves the parameter; one rank does if several stages hold it.
+        stages: number of pipeline stages that hold the parameter; 1 without a pipeline. A tied parameter may be in two
+            stages.
+        writes: True if this pipeline rank saves the parameter in checkpoints. If several stages hold the parameter,
+            only one rank saves it.
     """
 
     name: str
@@ -186,17 +189,17 @@ def whole_parts(model: nn.Module) -> Parts:
 
 
 def first_names(named: Callable[..., Iterator[tuple[str, Tensor]]]) -> dict[str, str]:
-    """Map all names of parameters or buffers to the first name of the tensor.
+    """Map every name of a parameter or buffer to the first name of its tensor.
 
     Args:
-        named: the model's `named_parameters` or `named_buffers`.
+        named: the method `named_parameters` or `named_buffers` of the model.
     """
     first: dict[Tensor, str] = {}
     return {name: first.setdefault(tensor, name) for name, tensor in named(remove_duplicate=False)}
 
 
 def tied_names(model: nn.Module) -> dict[str, str]:
-    """Map the additional names of tied parameters and shared buffers to the saved name."""
+    """Map the additional names of tied parameters and shared buffers to their saved names."""
     kinds = (("model", model.named_parameters), ("buffer", model.named_buffers))
     return {
         f"{kind}/{name}": f"{kind}/{first}"
@@ -209,9 +212,10 @@ def tied_names(model: nn.Module) -> dict[str, str]:
 def shard_parameter(
     module: nn.Module, name: str, part: Part, *, axis: str, dim: int, index: int, of: int, sections: Sections = None
 ) -> None:
-    """Replace parameter `name` of `module` by shard `index` of `of` along `dim`, and record it.
+    """Replace a parameter of `module` with one of `of` shards, and record the division.
 
-    A parameter on the meta device stays there. A real parameter is copied, so that the full one can be freed.
+    The shard has number `index` along `dim`. A parameter on the meta device stays there. A real parameter is copied, so
+    that the full parameter can be freed.
 
     Raises:
         ValueError: the size of `dim` (or of one of its sections) is not a multiple of `of`.
@@ -226,13 +230,16 @@ def shard_parameter(
 
 def local(parameter: Tensor) -> Tensor:
     """Return the local tensor of a parameter or gradient, such as a DTensor's shard."""
-    # If no DTensor exists, importing the class would take most of a short run's time.
+    # Without a DTensor, importing the class would take most of the time of a short run.
     tensors = sys.modules.get("torch.distributed.tensor")
     return parameter.to_local() if tensors is not None and isinstance(parameter, tensors.DTensor) else parameter
 
 
 class StateBytes(NamedTuple):
-    """Bytes that a rank holds before the optimizer step, excluding activations and buffers."""
+    """Bytes of training state that a rank holds before the optimizer step.
+
+    Activations and buffers are not included.
+    """
 
     parameters: int
     gradients: int
@@ -240,18 +247,18 @@ class StateBytes(NamedTuple):
 
     @property
     def total(self) -> int:
-        """Sum of all three."""
+        """Total bytes of parameters, gradients and optimizer state."""
         return sum(self)
 
 
 def held_bytes(parameters: Iterable[Tensor], optimizer: torch.optim.Optimizer) -> StateBytes:
     """Count the bytes of training state that this rank holds, by storage.
 
-    An FSDP2 parameter counts with the size of its shard. Memory that several tensors share counts once.
+    For an FSDP2 parameter, only the shard is counted. Memory that several tensors share is counted once.
 
     Args:
-        parameters: all parameters of this rank, in the form in which the rank holds them.
-        optimizer: the optimizer of these parameters, or of their local tensors.
+        parameters: all parameters of this rank, which may be DTensors.
+        optimizer: the optimizer of the parameters or of their local tensors.
     """
     own = list(parameters)
     gradients = [
@@ -266,16 +273,16 @@ def held_bytes(parameters: Iterable[Tensor], optimizer: torch.optim.Optimizer) -
 def predicted_bytes(
     parts: Parts, like: Mapping[str, Tensor], optimizer: OptimizerSpec, *, averages: bool = False
 ) -> StateBytes:
-    """Predict this rank's bytes of training state from the layouts of its parts.
+    """Predict this rank's bytes of training state from the layouts of its parameters.
 
-    The result is exact except for FSDP2's padding: if a dimension does not divide evenly, all ranks allocate parameters
-    and gradients as large as those of the first rank.
+    The result is exact except for the padding of FSDP2. If a dimension cannot be divided evenly, the parameters and
+    gradients of all ranks are padded to the size on the first rank.
 
     Args:
         parts: the parts of the parameters that this rank holds.
-        like: the same parameters, full or divided, on any device; their dtype and `requires_grad` are read.
+        like: the parameters, full or divided, on any device; only dtype and `requires_grad` are read.
         optimizer: the job's optimizer settings.
-        averages: True if an average of the weights is also kept.
+        averages: whether a moving average of the weights is also stored.
     """
     parameters = gradients = state = 0
     for name, part in parts.items():
@@ -295,8 +302,8 @@ def _bytes(tensors: Iterable[Tensor]) -> int:
 def replace_tensors(
     model: nn.Module, parameter: Callable[[nn.Parameter], Tensor] | None, buffer: Callable[[Tensor], Tensor] | None
 ) -> None:
-    """Replace the parameters and buffers of all modules in place. Tied tensors stay tied."""
-    made: dict[Tensor, Any] = {}  # a tensor's hash is its identity
+    """Replace the parameters and buffers of all modules in place; tied tensors stay tied."""
+    made: dict[Tensor, Any] = {}  # tensors are hashed by identity
     for module in model.modules():
         tables: tuple[tuple[Any, Any], ...] = (module._parameters, parameter), (module._buffers, buffer)
         for tensors, make in tables:
@@ -331,12 +338,14 @@ def hooked_parameters(model: nn.Module) -> dict[str, str]:
 
 
 def refuse_lost_hooks(hooked: Mapping[str, str], parts: Parts, plan: Plan, shared: Collection[str]) -> None:
-    """Refuse hooks that would see only a part of a gradient. Every rank makes the same decision.
+    """Raise an error for hooks that would get only a part of a gradient.
+
+    All ranks make the same decision.
 
     Args:
         hooked: result of `hooked_parameters`.
         parts: the parts of all parameters, including the parameters of other pipeline stages.
-        shared: parameters that several stages hold.
+        shared: names of the parameters that several stages hold.
 
     Raises:
         PlanError: a parameter with hooks is divided, or its gradient is summed after the backward pass.
@@ -350,9 +359,9 @@ def refuse_lost_hooks(hooked: Mapping[str, str], parts: Parts, plan: Plan, share
         if axes:
             raise PlanError(
                 "plan.gradient_hook",
-                "plan {plan}: {name} has a hook ({method}), which would see only a part of its gradient, because "
-                "the gradient is divided or summed ({axes}): {advice}, or change the gradient at its origin (a "
-                "hook on an activation, a torch.autograd.Function).",
+                "plan {plan}: {name} has a hook ({method}) that would get only a part of the gradient, because the "
+                "gradient is divided or summed ({axes}). Use {advice}, or change the gradient at its origin with a "
+                "hook on an activation or a torch.autograd.Function.",
                 plan=plan,
                 name=name,
                 method=method,
@@ -362,10 +371,10 @@ def refuse_lost_hooks(hooked: Mapping[str, str], parts: Parts, plan: Plan, share
 
 
 def refuse_kept_parameters(model: nn.Module) -> None:
-    """Refuse modules that keep parameters in plain attributes, which would become stale.
+    """Raise an error if modules have parameters in plain attributes, which would become stale.
 
     Raises:
-        PlanError: a module keeps a parameter in a plain attribute.
+        PlanError: a module has a parameter in a plain attribute.
     """
     names = {id(p): name for name, p in model.named_parameters()}
     for path, module in model.named_modules():
@@ -376,10 +385,10 @@ def refuse_kept_parameters(model: nn.Module) -> None:
                 if id(held) in names:
                     raise PlanError(
                         "plan.parameter_kept_twice",
-                        "{module} also keeps the parameter {name} in its attribute {attribute}. A plan that "
-                        "divides the model replaces the parameter by a part, but that attribute would keep the "
-                        "whole parameter. Look up parameters when they are needed (list(self.parameters()) in "
-                        "forward), or do not divide the model (dp only).",
+                        "{module} also keeps the parameter {name} in its attribute {attribute}. A plan that divides "
+                        "the model replaces the parameter with a part, but this attribute would keep the whole "
+                        "parameter. Look up parameters when they are needed (list(self.parameters()) in forward), or "
+                        "do not divide the model (dp only).",
                         module=path or "the model",
                         name=names[id(held)],
                         attribute=key,

@@ -1,4 +1,4 @@
-"""The mesh: one `DeviceMesh` with all axes of a plan, and its process groups."""
+"""The mesh of a plan: a `DeviceMesh` with all axes, and its process groups."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from paceline.planning.sync_info import sync_info
 
 @dataclass
 class Mesh:
-    """The ranks of a run as a grid, with the coordinate of this rank.
+    """The ranks of a run as a grid, with this rank's coordinates.
 
     Attributes:
         sizes: number of ranks along each axis of `AXES`.
         place: this rank's coordinate along each axis.
-        world: all ranks.
+        world: the group of all ranks.
     """
 
     sizes: dict[str, int]
@@ -34,10 +34,12 @@ class Mesh:
 
     @classmethod
     def of(cls, plan: Plan, world: Group) -> Mesh:
-        """Build the mesh of a plan and all of its groups. Every rank calls this.
+        """Build the mesh of a plan and all of its groups.
+
+        Every rank must call this.
 
         Raises:
-            PlanError: the plan's degrees do not multiply to the number of ranks.
+            PlanError: the product of the plan's degrees is not the number of ranks.
         """
         sizes = {axis: getattr(plan, axis) for axis in AXES}
         if reason := other_world(plan, world.size):
@@ -54,26 +56,26 @@ class Mesh:
         return mesh
 
     def group(self, *axes: str) -> Group:
-        """Return the group of ranks that differ from this one along `axes` only.
+        """Return the group of ranks whose coordinates differ from this rank's only along `axes`.
 
-        `axes` is one axis or `DATA_AXES`, or `REPLICA` if the sync rule may need it.
+        `axes` is one axis, `DATA_AXES`, or `REPLICA` if the sync rule needs a group of a replica's ranks.
         """
         return self._groups[axes]
 
     def devices(self, axis: str) -> DeviceMesh:
-        """The one-dimensional `DeviceMesh` along an axis."""
+        """Return the one-dimensional `DeviceMesh` along an axis."""
         assert self._devices is not None, "a single rank has no mesh"
         return self._devices[axis]
 
     def size(self, *axes: str) -> int:
-        """Number of ranks along the given axes."""
+        """Return the number of ranks along the given axes."""
         return prod(self.sizes[axis] for axis in axes)
 
     @property
     def data_rank(self) -> int:
-        """This rank's data-parallel rank.
+        """Data-parallel rank of this rank.
 
-        Ranks that divide layers, sequences or matrices among them share one data-parallel rank.
+        Ranks that divide the layers, sequences or matrices of one replica have the same data-parallel rank.
         """
         number = 0
         for axis in DATA_AXES:
@@ -87,7 +89,7 @@ class Mesh:
 
     @property
     def data_rank_hosts(self) -> tuple[int, ...]:
-        """The host of the first rank of each data-parallel rank."""
+        """For each data-parallel rank, the host of its first rank."""
         strides = {axis: prod(self.sizes[later] for later in AXES[i + 1 :]) for i, axis in enumerate(AXES)}
         if len(self.world.hosts) != self.world.size:
             return (0,) * self.data_ranks

@@ -34,7 +34,7 @@ from paceline.split.layout import Parts, first_names, local
 from paceline.split.record_forward import Call
 from paceline.split.stages import StageBounds, identity
 
-# (output, microbatch, index of the microbatch) -> the scaled scalar from which the backward pass starts
+# maps (output, microbatch, index of the microbatch) to the scaled loss from which the backward pass starts
 Loss = Callable[[Any, Batch, int], Tensor]
 
 
@@ -42,30 +42,31 @@ class Pipeline:
     """This rank's stages of a model, and the schedule that runs them.
 
     Every stage runs the model's own forward pass on the same batch, with placeholders for the modules of other stages.
-    The model's own code thus computes masks and positions, and modules and parameters keep the names of the undivided
-    model. A trace of one forward pass (`ForwardTrace`) finds the tensors that cross between stages. Any number of
-    tensors may cross, such as T5's position bias, if modules return them.
+    The model's own code therefore computes masks and positions, and modules and parameters keep the names of the
+    undivided model. A trace of one forward pass (`ForwardTrace`) finds the tensors that stages send to each other.
+    Stages may send any number of tensors, such as the position bias of T5, if modules return these tensors.
 
-    Zero bubble (Qi et al., 2024, arXiv:2401.10241) and DualPipe (Liu et al., 2024, arXiv:2412.19437) are V schedules:
-    each rank has two stages, and rank 0 has the first and the last stage.
+    Zero bubble (Qi et al., 2024, arXiv:2401.10241) and DualPipe (Liu et al., 2024, arXiv:2412.19437) are V schedules,
+    in which each rank has two stages, and rank 0 has the first and the last stage.
 
     Attributes:
-        stages: this rank's stages: one, two for a V schedule, or `virtual` of the plan for an interleaved schedule.
+        stages: this rank's stages. Their number is 1, or 2 for a V schedule, or the plan's `virtual` for an interleaved
+            schedule.
         by_export: True if `torch.export` traced the model.
-        lines: lines of the report about the cuts.
-        shared: for each parameter that several ranks hold, those ranks.
-        trace: trace of the example, or None if `torch.export` traced the model.
+        lines: lines of text about the cuts, for the report.
+        shared: for each parameter that several ranks hold, the list of these ranks.
+        trace: trace of the example; None if `torch.export` traced the model.
 
     Args:
-        model: the undivided model on the meta device, which does not change. A stage is a copy of the model's structure
-            with the stage's parameters only.
-        parts: parts of all parameters. Entries of other stages are removed, and parameters on several stages are
-            marked.
+        model: the undivided model on the meta device, which is not changed. A stage is a copy of the model's structure
+            with only the parameters of the stage.
+        parts: the rank's part of each parameter. The constructor removes the parameters of other stages, and marks
+            parameters that are on several stages.
         example: one microbatch.
-        call: runs the model on a batch.
+        call: function that runs the model on a batch.
 
     Raises:
-        PlanError: the model cannot be cut this way. The message names the possible cuts.
+        PlanError: the model cannot be cut into these stages. The message names the possible cuts.
     """
 
     def __init__(
@@ -103,7 +104,7 @@ class Pipeline:
     def blocks(self) -> list[nn.Module]:
         """List this rank's repeated blocks in order.
 
-        With `torch.export` there are none, because a graph does not call modules.
+        If `torch.export` traced the model, the list is empty, because a graph does not call modules.
         """
         if self.by_export:
             return []
@@ -113,31 +114,31 @@ class Pipeline:
     def named_parameters(self) -> dict[str, nn.Parameter]:
         """Map names in the undivided model to this rank's parameters.
 
-        A tied parameter has its first name.
+        For a tied parameter, the name is its first name.
         """
         return {
             self._names[name]: p for stage in self.stages for name, p in stage.named_parameters(remove_duplicate=False)
         }
 
     def named_buffers(self) -> dict[str, Tensor]:
-        """This rank's buffers by their names in the undivided model.
+        """Map names in the undivided model to this rank's buffers.
 
-        Every rank holds the buffers outside of all stages, such as rotary frequencies.
+        Buffers outside of all stages, such as rotary frequencies, are on every rank.
         """
         return {name: b for stage in self.stages for name, b in stage.named_buffers()}
 
     @property
     def cut(self) -> str:
-        """Names of the modules that begin the second and later stages, as in `Plan.cut`."""
+        """Modules that begin the second and later stages, in the form of `Plan.cut`."""
         return ",".join(self._cut.names)
 
     @property
     def stage_ranks(self) -> list[int]:
-        """The rank of the pipeline that computes each stage."""
+        """For each stage, the rank of the pipeline that computes it."""
         return [self._rank_of(stage) for stage in range(self._count)]
 
     def segments(self) -> tuple[list[str], list[float]]:
-        """See `CutModel.segments`."""
+        """Return the modules that could begin a stage, and the segments' durations in seconds."""
         return self._cut.segments(self._example)
 
     @property
@@ -154,16 +155,16 @@ class Pipeline:
         loss: Loss,
         autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
-        """Run the forward and backward passes of one step; gradients accumulate in `.grad`.
+        """Run the forward and backward passes of one step, and accumulate gradients in `.grad`.
 
         Args:
-            batch: this replica's shard of the global batch, identical on all ranks of the pipeline.
-            microbatches: number of microbatches. It must divide the rows (see `fitting_microbatches`).
-            loss: called on the last stage.
-            autocast: context of every forward pass; the backward passes run outside of it.
+            batch: this replica's share of the global batch, which is identical on all ranks of the pipeline.
+            microbatches: number of microbatches, which must divide the number of samples (see `fitting_microbatches`).
+            loss: the loss function, which only the last stage calls.
+            autocast: context of every forward pass; backward passes run outside of this context.
 
         Raises:
-            PlanError: the rows are not a multiple of `microbatches`.
+            PlanError: the number of samples is not a multiple of `microbatches`.
         """
         if rows(batch) % microbatches:
             raise PlanError(
@@ -191,16 +192,18 @@ class Pipeline:
                 schedule.step(batch=batch, target=torch.zeros(microbatches), return_outputs=False)
             except RuntimeError as error:
                 if error.__cause__ is not None and "failed to run forward" in str(error):
-                    # torch's text shows shapes only; the error of the model or the loss names the problem
+                    # the message of torch shows only shapes, but the error of the model or the loss names the problem
                     raise error.__cause__ from None
                 raise
 
     def forward(self, batch: Batch) -> Any | None:
-        """Compute the model's output without gradients. Only the last stage returns it.
+        """Compute the model's output without gradients.
 
-        Other stages return None.
+        Only the rank with the last stage returns the output.
 
-        Successive calls need no synchronization.
+        Other ranks return None.
+
+        Ranks need not synchronize between successive calls.
         """
         self._settle()
         batch = dict(batch) if isinstance(batch, Mapping) else tuple(batch)
@@ -222,7 +225,9 @@ class Pipeline:
         return output if self._count - 1 in self._own else None
 
     def after_backward(self) -> None:
-        """Sum the gradients of parameters that several ranks hold, bit-equal on each rank.
+        """Sum the gradients of parameters that several ranks hold.
+
+        The sums are bit-equal on all of these ranks.
 
         A parameter that no stage used has no gradient, as in a single process.
         """
@@ -238,9 +243,9 @@ class Pipeline:
 
     @property
     def bubble_s(self) -> float:
-        """Seconds for which this rank waited for its neighbours in the last step.
+        """Time that this rank waited for its neighbours in the last step, in seconds.
 
-        On accelerators, reading this waits for the end of that step.
+        On an accelerator, the caller waits for the end of the step.
         """
         return self._timer.waited_s()
 
@@ -255,7 +260,7 @@ class Pipeline:
     def _owners(self, stage_bounds: Sequence[StageBounds]) -> dict[str, set[int]]:
         """Map each parameter to the stages that use it.
 
-        An unused parameter belongs to the stage of its module.
+        An unused parameter belongs to the stage that calls its module.
         """
         owners: dict[str, set[int]] = {name: set() for name, _ in self._cut.model.named_parameters()}
         for i, bounds in enumerate(stage_bounds):
@@ -307,7 +312,7 @@ class Pipeline:
         return self._cut.bounds(batch, training=training)
 
     def _schedule(self, microbatch: Batch, microbatches: int) -> Any:
-        """Return torch's schedule for microbatches of this shape; its buffers have fixed shapes."""
+        """Return torch's schedule for microbatches of this shape, because its buffers have fixed shapes."""
 
         def made() -> Any:
             stage_bounds = self._bounds_of(microbatch)
@@ -335,7 +340,7 @@ class Pipeline:
     def _sum(self, parameter: nn.Parameter, holders: Sequence[int]) -> None:
         """Sum a shared gradient over its ranks in rank order.
 
-        Every rank sends its own gradient to all other ranks of the parameter.
+        Every rank sends its own gradient to all other ranks that hold the parameter.
         """
         own = torch.zeros_like(local(parameter)) if parameter.grad is None else local(parameter.grad)
         own_gradient = own.contiguous()
@@ -345,7 +350,7 @@ class Pipeline:
         first, second, *others = [received[r] for r in holders]
         total = torch.stack([first, second, *others]).sum(0) if others else first + second
         if parameter.grad is None:
-            # of the same type as the parameter, because a DTensor needs a DTensor gradient
+            # a copy of the parameter, because the gradient of a DTensor must be a DTensor
             parameter.grad = parameter.detach().clone()
         local(parameter.grad).copy_(total)
 
@@ -353,7 +358,7 @@ class Pipeline:
 def _schedule_class(name: str, ranks: int, microbatches: int) -> Any:
     """Select torch's schedule class.
 
-    If the schedule requires more microbatches, another class with the same stages replaces it.
+    If the schedule requires more microbatches, the result is another schedule with the same stages.
     """
     fits = microbatches_fit(name, ranks, microbatches)
     if name == "interleaved":
@@ -364,7 +369,10 @@ def _schedule_class(name: str, ranks: int, microbatches: int) -> Any:
 
 
 class PipelineTimer:
-    """Timer of one rank's stages. On accelerators it uses events in the compute stream."""
+    """Timer of one rank's stages.
+
+    On an accelerator, the timer uses events in the compute stream.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._clock = Clock(device)
@@ -373,7 +381,7 @@ class PipelineTimer:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Time a whole step."""
+        """Measure the time of a whole step."""
         self._computing = []
         start = self._clock.now()
         yield
@@ -381,13 +389,13 @@ class PipelineTimer:
 
     @contextmanager
     def computing(self) -> Iterator[None]:
-        """Time the computation of one stage on one microbatch."""
+        """Measure the time that one stage computes on one microbatch."""
         start = self._clock.now()
         yield
         self._computing.append((start, self._clock.now()))
 
     def waited_s(self) -> float:
-        """Seconds of the last step outside of `computing`; 0 before the first step."""
+        """Return the seconds of the last step outside of `computing`; 0 before the first step."""
         if self._whole is None:
             return 0.0
         self._clock.reach(self._whole[1])
@@ -395,7 +403,10 @@ class PipelineTimer:
 
 
 class TimedStage(PipelineStage):
-    """torch's pipeline stage with a timer. Forward passes run within `autocast`."""
+    """torch's pipeline stage with a timer.
+
+    Forward passes run within `autocast`.
+    """
 
     timer: PipelineTimer
     autocast: Callable[[], AbstractContextManager[Any]]
@@ -418,12 +429,12 @@ class TimedStage(PipelineStage):
 
 
 class DeferredWeights:
-    """Weight gradients of a stage's linear layers, computed only when requested.
+    """The weight gradients of a stage's linear layers, which are computed only on request.
 
     The backward pass computes all other gradients. torch's own split of the backward pass (`stage_backward_input`)
-    finds the weights in the autograd graph. If a tensor computed from weights reaches several layers (T5's position
-    bias), that split raises or counts gradients twice (torch 2.13). This class therefore uses `dw_builder`, torch's
-    hook for a custom split.
+    finds the weights in the autograd graph. If several layers read a tensor that is computed from weights (such as T5's
+    position bias), torch's split raises an error or adds gradients twice (torch 2.13). This class therefore uses
+    `dw_builder`, torch's interface for a custom split.
     """
 
     def __init__(self, stage: nn.Module) -> None:
@@ -437,7 +448,7 @@ class DeferredWeights:
                 module.__dict__["forward"] = partial(_linear, module, self._pending)
 
     def __call__(self) -> Callable[[], None]:
-        """Return a function that computes the gradients deferred since the last call."""
+        """Return a function that computes the gradients that were deferred since the last call."""
         taken = list(self._pending)
         self._pending.clear()
 
@@ -449,10 +460,10 @@ class DeferredWeights:
 
 
 def _linear(module: nn.Linear, pending: list[Callable[[], None]], x: Tensor) -> Tensor:
-    # looked up once, because a parametrised weight is computed on each access
+    # accessed only once, because each access computes a parametrised weight again
     weight = module.weight
-    # A computed weight receives its gradient in the backward pass. A hook on a deferred weight would be called with
-    # None.
+    # The gradient of a computed weight is not deferred. A weight with hooks is not deferred either, because its hooks
+    # would get None.
     if not (torch.is_grad_enabled() and weight.requires_grad and weight.is_leaf) or weight._backward_hooks:
         return F.linear(x, weight, module.bias)
     y: Tensor = _Linear.apply(x, weight, module.bias, pending)
@@ -460,12 +471,12 @@ def _linear(module: nn.Linear, pending: list[Callable[[], None]], x: Tensor) -> 
 
 
 class _Linear(torch.autograd.Function):
-    """Linear function whose backward pass defers the gradient of the weight."""
+    """Linear layer whose backward pass defers the gradient of the weight."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, pending: list[Callable[[], None]]) -> Tensor:
         y = F.linear(x, weight, bias)
-        # under autocast y may have a narrower type than x
+        # with autocast, y may have a narrower type than x
         ctx.save_for_backward(x.to(y.dtype))
         ctx.weight, ctx.pending, ctx.dtypes = weight, pending, (x.dtype, None if bias is None else bias.dtype)
         return y

@@ -1,4 +1,4 @@
-"""Record one forward pass on shapes, without computing values that depend on parameters."""
+"""Recording of one forward pass without computing values that depend on parameters."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from paceline.split.forward_trace import (
 )
 from paceline.split.layout import KEPT_UP_TO_DATE, replace_tensors
 
-# (model, batch) -> the model's output
+# maps (model, batch) to the model's output
 Call = Callable[[Any, Batch], Any]
 
 
@@ -49,19 +49,20 @@ def trace_forward(
     """Trace one forward pass.
 
     Parameters have shapes but no memory (torch's fake tensors). Values that do not depend on a parameter, such as
-    positions and masks, are real, so code may read them. A module whose code reads values that depend on parameters,
-    such as the routing of a mixture of experts, runs separately with random weights, which gives the shape of its
-    output.
+    positions and masks, are real, so the model's code may read them. A module may also read values that depend on
+    parameters, such as the routing of a mixture of experts. Such a module runs separately with random weights to find
+    the shape of its output.
 
     Args:
-        model: a model with parameters on the meta device or real ones; their values are not read.
-        whole: names of modules that may not run with real weights, because they hold nearly all of the weights.
-        remembered: for each module that had to run, the inputs that its outputs resemble. Filled here, and used by
-            later traces.
-        observed: receives all other observations, even if the forward pass fails.
+        model: a model with parameters on the meta device or real parameters, whose values are not read.
+        whole: names of modules that must not run with random weights, because they contain nearly all weights of the
+            model.
+        remembered: for each module that ran separately, the inputs whose shapes its outputs have. The function adds
+            entries, which later traces use.
+        observed: object that gets all other observations, even if the forward pass fails.
 
     Raises:
-        PlanError: the model's code reads values outside of the modules that can run separately.
+        PlanError: code outside of the modules that can run separately reads values that depend on parameters.
     """
     recorder = _Recorder(
         model, device, whole, {} if remembered is None else remembered, Observed() if observed is None else observed
@@ -86,10 +87,10 @@ class _Recorder:
         self._own: dict[nn.Module, dict[str, Any]] = {}  # each module's fake parameters
         self._inputs: set[int] = set()
         self._open = Counter[nn.Module]()  # active calls of `__call__`
-        self._running = Counter[nn.Module]()  # active calls of `forward`, including those that bypass `__call__`
+        self._running = Counter[nn.Module]()  # active calls of `forward`, including calls that bypass `__call__`
         self._undecided: list[tuple[ModuleCall, int, Tensor]] = []
         self._storages: dict[int, int] = {}
-        self._kept: list[Any] = []  # storages, kept so that no address is reused
+        self._kept: list[Any] = []  # references to storages, so that no address is reused
         self._depends: set[int] = set()
         self._fakes = FakeTensorMode(allow_non_fake_inputs=True)
 
@@ -121,7 +122,7 @@ class _Recorder:
         self._kept.clear()
 
     def _without_memory(self) -> None:
-        """Replace parameters by fakes and buffers by copies until `restored` undoes this."""
+        """Replace parameters with fakes and buffers with copies, until `restored` restores them."""
         names = {t: n for n, t in (*self.model.named_parameters(), *self.model.named_buffers())}
 
         def fake(p: Tensor) -> Tensor:
@@ -139,7 +140,7 @@ class _Recorder:
         self._own = {module: dict(module._parameters) for module in self.model.modules()}
 
     def _note_attributes(self, before: Mapping[str, Mapping[str, Any]]) -> None:
-        """Record the tensors that modules stored as attributes, and their other state."""
+        """Record the tensors and other values that modules stored as attributes."""
         for name, module in self.model.named_modules():
             for key, value in vars(module).items():
                 old = before[name].get(key)
@@ -213,9 +214,9 @@ class _Recorder:
         where = f"{self._stuck} ({kind})" if self._stuck else f"the model ({kind})"
         return PlanError(
             "plan.not_followed",
-            "pp: {where} cannot be traced without its weights: its code depends on values of tensors, has "
-            "arguments other than tensors, or fails: {reason}. Move that decision into a module that takes and "
-            "returns tensors, below the blocks, or train without pp.",
+            "pp: {where} cannot be traced without its weights: its code depends on values of tensors, has arguments "
+            "other than tensors, or fails: {reason}. Move this code into a module below the blocks that takes and "
+            "returns tensors, or train without pp.",
             where=where,
             reason=first_line(error),
         )
@@ -273,7 +274,7 @@ class _Recorder:
         changes = [self._storage(t) for t in changed]
         self.observed.written |= {self.trace.parameters[s]: name for s in changes if s in self.trace.parameters}
         self.observed.writes_input |= any(s in self._inputs for s in changes)
-        # an operation did not create the tensors that it only passes on
+        # exclude tensors that the operation only passes on
         makes = [node for t in made if (node := self._node(t)) not in reads]
         if any(node[0] in self._depends for node in reads):
             self._depends.update([node[0] for node in makes], changes)
@@ -286,7 +287,7 @@ class _Recorder:
         )
 
     def _note_operation(self, func: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
-        # operations in the namespace prim only read devices and sizes
+        # operations in the namespace prim read only devices and sizes
         if not self._watching or func.namespace == "prim":
             return
         changed = written_tensors(func, args, kwargs)
@@ -313,7 +314,7 @@ class _Recorder:
 
 
 def values_or_zeros(t: Tensor, device: torch.device) -> Tensor:
-    """Copy a tensor to the device; zeros if only the shape is known."""
+    """Copy a tensor to the device; return zeros if only its shape is known."""
     return torch.zeros(t.shape, dtype=t.dtype, device=device) if t.is_meta else t.detach().to(device, copy=True)
 
 
@@ -325,7 +326,7 @@ def plausible(t: Tensor, device: torch.device) -> Tensor:
 
 
 def _tensors_of(output: Any) -> Iterator[Tensor]:
-    """List the tensors in a model's output that a loss can use. Caches are skipped."""
+    """List the tensors in a model's output that a loss can use, without caches."""
     if isinstance(output, Tensor):
         yield output
     elif isinstance(output, (tuple, list)):
@@ -340,7 +341,7 @@ def _tensors_of(output: Any) -> Iterator[Tensor]:
 def quiet() -> Iterator[None]:
     """Silence torch's logs and warnings about tensors without values.
 
-    paceline either reports a failure with its own error, or tries another method.
+    paceline reports such problems with its own errors, or tries another method.
     """
     with without_logs(), warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
         warnings.simplefilter("ignore")

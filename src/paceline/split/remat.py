@@ -1,4 +1,4 @@
-"""Activation checkpointing (`remat`) and torch.compile of blocks, without renaming modules."""
+"""Activation checkpointing (`remat`) and compilation of blocks, without renaming modules."""
 
 from __future__ import annotations
 
@@ -35,33 +35,33 @@ _KEPT = {getattr(_aten, name).default for name in _KEPT_NAMES if hasattr(_aten, 
 
 
 def rematerialise(blocks: Sequence[nn.Module], how: Literal["selective", "block"]) -> Undo:
-    """Recompute the activations of blocks in the backward pass; return a function that undoes this.
+    """Recompute activations of blocks in the backward pass; return a function that undoes this.
 
-    `block` keeps a block's inputs only, and costs one more forward pass of the block (Chen et al., 2016,
+    `block` keeps only the inputs of a block and costs one more forward pass of the block (Chen et al., 2016,
     arXiv:1604.06174). `selective` also keeps the results of matrix multiplications with weights, convolutions and fused
     attention, and recomputes the cheap remainder. The remainder includes materialized attention scores, whose size
-    grows with the square of the length (Korthikanti et al., 2022, arXiv:2205.05198).
+    grows with the square of the sequence length (Korthikanti et al., 2022, arXiv:2205.05198).
 
-    The results do not change: dropout draws the same masks again, and batch norm statistics are updated once. While
-    gradients are recorded, a block does not receive its key-value cache, because a second pass would append to the
-    cache again. Only `forward` of each instance is replaced, so hooks (including FSDP2's) run once, outside of the
-    recomputation.
+    The results do not change, because dropout draws the same masks again, and batch norm statistics are updated only
+    once. While gradients are recorded, a block gets no key-value cache, because the second pass would append to the
+    cache again. Only the method `forward` of each instance is replaced, so hooks (including those of FSDP2) run once,
+    outside of the recomputation.
     """
     return _replace_forwards(blocks, partial(_rematerialised, how=how))
 
 
 def compile_blocks(blocks: Sequence[nn.Module], mode: str, device: torch.device) -> Undo:
-    """Compile each block's forward pass by torch.compile; return a function that undoes this.
+    """Compile each block's forward pass; return a function that undoes this.
 
     Call this after `rematerialise`, so that torch.compile also traces the recomputation.
 
     Args:
-        mode: a value of the plan key `compile`: `on`, or one of torch's modes.
-        device: where the blocks compute.
+        mode: a value of the plan key `compile`, which is `on` or one of torch's modes.
+        device: the device on which the blocks compute.
 
     Raises:
-        PlanError: the mode is `reduce-overhead` and the device has no graphs. The first forward pass raises PlanError
-            if torch cannot compile on this machine.
+        PlanError: the mode is `reduce-overhead` and the device does not support graphs. The first forward pass also
+            raises a PlanError if torch cannot compile on this machine.
     """
     return _replace_forwards(
         blocks,
@@ -78,7 +78,7 @@ def _rematerialised(block: nn.Module, forward: Forward, how: str) -> Forward:
         if not torch.is_grad_enabled():
             return forward(*args, **keywords)
         args, keywords = _without_cache(args, keywords)
-        # the compiler supports only its own selective checkpointing, and updates statistics outside of the
+        # the compiler supports only its own selective checkpointing, and updates batch norm statistics outside of the
         # recomputation
         compiling = torch.compiler.is_compiling()
         contexts = partial(create_selective_checkpoint_contexts, _policy) if compiling else _keep_and_replay
@@ -94,9 +94,10 @@ def _policy(context: Any, operator: Any, *args: Any, **keywords: Any) -> Checkpo
 
 
 def _is_kept(operator: Any, args: tuple[Any, ...], keywords: Mapping[str, Any]) -> bool:
-    """True if an operator's result is kept.
+    """Return True if an operator's result is kept for the backward pass.
 
-    Attention with dropout is recomputed, because it draws a mask on which later masks depend.
+    Attention with dropout is recomputed, because it draws a random mask, and the masks of later operations depend on
+    this draw.
     """
     if operator not in _KEPT:
         return False
@@ -110,10 +111,11 @@ def _keep_and_replay() -> tuple[TorchDispatchMode, TorchDispatchMode]:
 
 
 class _Kept(TorchDispatchMode):
-    """Dispatch mode that records the results to keep, or returns the recorded results.
+    """Dispatch mode that records results in the forward pass, or returns the recorded results.
 
     In contrast to PyTorch's selective checkpointing, results are copied on write, so a block may change them in place
-    (an activation, a sum over ranks). They can also be replayed more than once, as zero-bubble schedules require.
+    (such as an in-place activation function or a sum over ranks). The results can also be returned more than once, as
+    zero-bubble schedules require.
     """
 
     def __init__(self, results: list[Any], *, replays: bool) -> None:
@@ -140,7 +142,7 @@ def _copied_on_write(result: Any) -> Any:
 
 
 def _without_cache(args: tuple[Any, ...], keywords: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Remove the cache from a Hugging Face block's arguments.
+    """Remove the key-value cache from the arguments of a Hugging Face block.
 
     Hugging Face's own gradient checkpointing does the same.
     """
@@ -173,9 +175,9 @@ class _Again:
 
 
 class _WrittenState:
-    """The modules of a block whose buffers or plain attributes the forward pass writes.
+    """The modules of a block whose buffers or plain attributes change in the forward pass.
 
-    The first pass of each mode (training or evaluation) finds them, and copies the buffers of all modules to do so.
+    The first pass in each mode (training or evaluation) finds these modules with copies of all buffers.
     """
 
     def __init__(self, block: nn.Module) -> None:
@@ -184,12 +186,12 @@ class _WrittenState:
 
     @contextmanager
     def noted(self) -> Iterator[list[_ModuleState]]:
-        """Record what a forward pass writes within this context.
+        """Record the changes that a forward pass makes within this context.
 
-        Afterwards, the yielded list holds the earlier state of the written modules.
+        Afterwards, the yielded list has the earlier state of each module that changed.
 
         Raises:
-            PlanError: a module writes a buffer that it did not write in the first pass.
+            PlanError: a module changes a buffer that it did not change in the first pass.
         """
         mode, modules = self.block.training, list(self.block.modules())
         looks = mode not in self._found
@@ -204,16 +206,16 @@ class _WrittenState:
             if module not in known and _versions(module) != version:
                 raise PlanError(
                     "plan.remat_buffer",
-                    "remat: a {class_name} changes a buffer in some steps only, and the second forward pass of a "
-                    "block would change it again. Use remat=none.",
+                    "remat: a {class_name} changes a buffer only in some steps, and the second forward pass of a "
+                    "block would change the buffer again. Use remat=none.",
                     class_name=type(module).__name__,
                 )
 
 
 class _ModuleState:
-    """Buffers and plain attributes of one module.
+    """The buffers and plain attributes of one module.
 
-    With `copies`, the state keeps copies of buffers, so later in-place writes do not affect it.
+    With `copies`, the state has copies of the buffers, so later in-place changes do not affect the state.
     """
 
     def __init__(self, module: nn.Module, *, copies: bool = False) -> None:
@@ -224,7 +226,7 @@ class _ModuleState:
     def put(self, *, copies: bool = False) -> None:
         """Set the module to this state.
 
-        Autograd counts writes to tensors, so only `copies` may be written, not originals.
+        With `copies`, the module gets copies of the buffers, because autograd must not see changes to the originals.
         """
         self.module._buffers.update(_buffers(self._buffers, copies))
         vars(self.module).update(self._attributes)
@@ -251,11 +253,11 @@ def compiled(forward: Forward, mode: str, device: torch.device, name: str) -> Fo
     """Compile a forward pass.
 
     Args:
-        mode: as for `compile_blocks`.
+        mode: a value of the plan key `compile`; see `compile_blocks`.
         name: name of the compiled module, for errors.
 
     Raises:
-        PlanError: see `compile_blocks`.
+        PlanError: the device does not support graphs, or torch cannot compile on this machine; see `compile_blocks`.
     """
     if mode == "reduce-overhead" and not has_graphs(device):
         raise PlanError.of_problems([no_graphs("this rank")])
@@ -273,7 +275,8 @@ def compiled(forward: Forward, mode: str, device: torch.device, name: str) -> Fo
             raise PlanError(
                 "plan.compile_failed",
                 "compile={mode}: torch cannot compile {name} here: {reason}. It needs {needs}a C++ compiler and "
-                "Python's headers (on Debian and Ubuntu: apt install g++ python3-dev). Or leave compile out.",
+                "Python's headers (on Debian and Ubuntu: apt install g++ python3-dev). You can also leave compile "
+                "out.",
                 mode=mode,
                 name=name,
                 reason=what,
@@ -284,7 +287,7 @@ def compiled(forward: Forward, mode: str, device: torch.device, name: str) -> Fo
 
 
 def _replace_forwards(blocks: Sequence[nn.Module], replacement: Callable[[nn.Module, Forward], Forward]) -> Undo:
-    """Set `forward` on each instance; return a function that restores the previous one."""
+    """Set `forward` on each instance; return a function that restores the previous `forward`."""
     before = [block.__dict__.get("forward") for block in blocks]
     for block in blocks:
         block.__dict__["forward"] = replacement(block, block.forward)
@@ -302,10 +305,10 @@ _VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 
 
 def keep_compiled_code_private() -> None:
-    """Make torch.compile use a private cache folder (mode 0700), or TORCHINDUCTOR_CACHE_DIR.
+    """Make torch.compile use a private cache folder (mode 0700) or TORCHINDUCTOR_CACHE_DIR.
 
-    torch's default is a predictable folder among the temporary files. A user who creates that folder first could choose
-    the code that runs.
+    By default, torch uses a folder with a predictable name among the temporary files. Another user who creates this
+    folder first could choose the code that runs.
 
     Raises:
         PlanError: the folder belongs to another user.
@@ -325,7 +328,7 @@ def keep_compiled_code_private() -> None:
                 reason=error.strerror,
                 variable=_VARIABLE,
             ) from error
-        return _guard_the_default(error)  # a user without a home directory
+        return _guard_the_default(error)  # the user has no home directory
     os.environ[_VARIABLE] = str(folder)
     return None
 

@@ -1,9 +1,10 @@
-"""Ring attention: exact attention over tokens that are divided over ranks.
+"""Ring attention: exact attention over sequences whose tokens are divided over ranks.
 
 Ranks pass their keys and values around a ring (Liu et al., 2023, arXiv:2310.01889). PyTorch's own `context_parallel`
-(torch.distributed.tensor.experimental) does the same, but has kernels for GPUs only, needs DTensors for query, key and
-value, and patches `scaled_dot_product_attention` for the whole process. This module uses plain tensors, also runs on
-the CPU, and implements the ring as one operator, which torch.compile and activation checkpointing treat like any other.
+(torch.distributed.tensor.experimental) uses the same algorithm, but has kernels only for GPUs, needs DTensors for
+query, key and value, and patches `scaled_dot_product_attention` for the whole process. This module uses plain tensors
+and also runs on the CPU. It implements the ring as one operator, which works with torch.compile and activation
+checkpointing.
 """
 
 from __future__ import annotations
@@ -20,14 +21,14 @@ from torch import Tensor
 from paceline.comm import Group
 from paceline.device import has_flash_attention
 
-# groups by name, because an operator's arguments must be plain values
+# groups by name, because operators accept only plain values as arguments
 _RINGS: WeakValueDictionary[str, Group] = WeakValueDictionary()
 
 
 def join_ring(group: Group) -> str:
     """Register a group of two or more ranks for `ring_attention` and return its name.
 
-    The registration lasts for as long as the caller keeps the group.
+    The registration ends when the group is deleted.
     """
     assert group.backend is not None, "attention in a group of one rank needs no ring"
     name: str = group.backend.group_name
@@ -36,12 +37,12 @@ def join_ring(group: Group) -> str:
 
 
 def held(tokens: int, rank: int, ranks: int) -> list[tuple[int, int]]:
-    """Return the intervals of a sequence of `tokens` that a rank holds, in order.
+    """Return the intervals of a sequence that a rank holds, in order.
 
-    With causal attention, a late token attends to more tokens than an early one. To give all ranks the same work, the
+    With causal attention, a late token attends to more tokens than an early token. To give all ranks the same work, the
     sequence is cut into 2 * `ranks` chunks, and rank r holds the chunks r and 2 * ranks - 1 - r (Llama 3,
-    arXiv:2407.21783, section 3.3.2). If the length is not a multiple of 2 * `ranks`, the sequence is cut into `ranks`
-    chunks, and the last rank has the most work.
+    arXiv:2407.21783, section 3.3.2). If `tokens`, the length, is not a multiple of 2 * `ranks`, the sequence is cut
+    into `ranks` chunks, and the last rank has the most work.
 
     Raises:
         ValueError: `tokens` is not a multiple of `ranks`.
@@ -58,32 +59,32 @@ def held(tokens: int, rank: int, ranks: int) -> list[tuple[int, int]]:
 def ring_attention(
     query: Tensor, key: Tensor, value: Tensor, ring: str, *, causal: bool, scale: float | None = None
 ) -> Tensor:
-    """Compute `F.scaled_dot_product_attention` of this rank's queries over all ranks' tokens.
+    """Compute attention of this rank's queries over the tokens of all ranks.
 
-    Every rank sends its keys and values `ranks - 1` times while it computes. In the backward pass it also sends their
-    gradients.
+    The result is the same as with `F.scaled_dot_product_attention`. Every rank sends keys and values `ranks - 1` times
+    while it computes. In the backward pass, every rank also sends their gradients.
 
     Args:
-        query: (n, heads, t, size), for the rank's t tokens as given by `held`.
-        key: (n, key heads, t, size); `heads` is a multiple of `key heads`.
-        value: (n, key heads, t, value size).
+        query: queries of shape (n, heads, t, size), for the t tokens that the rank holds according to `held`.
+        key: keys of shape (n, key heads, t, size); `heads` must be a multiple of `key heads`.
+        value: values of shape (n, key heads, t, value size).
         ring: the name of the group from `join_ring`.
-        causal: True if a token attends only to itself and to earlier tokens of the whole sequence.
+        causal: whether a token attends only to itself and to earlier tokens of the whole sequence.
         scale: factor of the scores; 1 / sqrt(size) by default.
 
     Raises:
-        SyncError: a rank is lost, or did not arrive within the group's deadline.
+        SyncError: a rank is lost or did not arrive within the deadline of the group.
     """
     device = query.device.type
-    # as torch does for its own attention
+    # torch does the same for its own attention
     if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
         query, key, value = (t.to(torch.get_autocast_dtype(device)) for t in (query, key, value))
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
     sizes = query.shape[-1], value.shape[-1]
-    # the kernels require the same head size for query, key and value, on accelerators a multiple of 8
+    # the kernels require the same head size for query, key and value; on accelerators, it must be a multiple of 8
     size = max(sizes) if device == "cpu" else -(-max(sizes) // 8) * 8
     query, key, value = (F.pad(t, (0, size - t.shape[-1])) if t.shape[-1] < size else t for t in (query, key, value))
-    # the kernels require dense rows; keys and values are copied for sending in any case
+    # the kernels require dense rows; keys and values are copied anyway because they are sent
     query = query if query.stride(-1) == 1 else query.contiguous()
     mixed: Tensor = _ring_attention(query, key, value, ring, causal, scale)[0]
     return mixed[..., : sizes[1]] if sizes[1] < size else mixed
@@ -93,7 +94,7 @@ def ring_attention(
 def _ring_attention(
     query: Tensor, key: Tensor, value: Tensor, ring: str, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Return the output (n, heads, t, size) and log-sum-exp of scores (n, heads, t)."""
+    """Return the output (n, heads, t, size) and the scores' log-sum-exp (n, heads, t)."""
     group = _RINGS[ring]
     tokens, pair = query.shape[2], _Pair.of(key, value)
     mixed = log_sum = query.new_empty(0)
@@ -132,7 +133,8 @@ def _ring_attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute the gradients of query, key and value.
 
-    The gradients of keys and values travel one step behind them, and end on their own rank.
+    The gradients travel around the ring one step behind the keys and values, and arrive at the rank that holds these
+    keys and values.
     """
     group = _RINGS[ring]
     tokens, pair = query.shape[2], _Pair.of(key, value)
@@ -191,7 +193,7 @@ _ring_attention.register_autograd(_backward, setup_context=_save)
 
 @dataclass(frozen=True)
 class _Seen:
-    """A block in which queries `rows` attend to keys `columns`, causally if `causal`."""
+    """A block of scores: the queries `rows` attend to the keys `columns`."""
 
     rows: slice
     columns: slice
@@ -199,11 +201,11 @@ class _Seen:
 
 
 def _seen(tokens: int, rank: int, owner: int, causal: bool) -> _Seen | None:
-    """Select the keys of `owner` that the queries of `rank` attend to, if any.
+    """Return the block in which queries of `rank` attend to keys of `owner`, if any.
 
-    An even number of `tokens` forms two chunks, one early and one late (see `held`). Every late chunk follows all early
-    chunks. If rank < owner, the rank's early chunk precedes the owner's early chunk, and its late chunk follows the
-    owner's late chunk.
+    If `tokens` is even, each rank holds two chunks, an early chunk and a late chunk (see `held`). Every late chunk
+    follows all early chunks. If rank < owner, the rank's early chunk precedes the owner's early chunk, and the rank's
+    late chunk follows the owner's late chunk.
     """
     everything, half = slice(0, tokens), tokens // 2
     if not causal or owner == rank:
@@ -214,14 +216,20 @@ def _seen(tokens: int, rank: int, owner: int, causal: bool) -> _Seen | None:
 
 
 def _merge(mixed: Tensor, log_sum: Tensor, block: Tensor, block_log_sum: Tensor) -> None:
-    """Merge a block's output into the accumulated one, weighted by the sums of exponential scores."""
+    """Merge the output of a block into the accumulated output `mixed`.
+
+    The weights are the sums of the exponential scores.
+    """
     mixed.lerp_(block.to(mixed.dtype), torch.sigmoid(block_log_sum - log_sum).unsqueeze(-1))
     log_sum.copy_(torch.logaddexp(log_sum, block_log_sum))
 
 
 @dataclass(frozen=True)
 class _Pair:
-    """Keys and values (or their gradients) in one block of memory, sent as one message."""
+    """Keys and values, or their gradients, in one block of memory.
+
+    The block is sent as one message.
+    """
 
     packed: Tensor
     key: Tensor
@@ -233,13 +241,13 @@ class _Pair:
         return cls(packed, packed[: key.numel()].view(key.shape), packed[key.numel() :].view(value.shape))
 
     def with_packed(self, packed: Tensor) -> _Pair:
-        """Return a pair of the same shapes over other memory."""
+        """Return a pair with the same shapes that uses the memory `packed`."""
         keys = self.key.numel()
         return _Pair(packed, packed[:keys].view(self.key.shape), packed[keys:].view(self.value.shape))
 
 
 def _pass_on(group: Group, pair: _Pair) -> Callable[[], _Pair]:
-    """Send a pair to the next rank; the returned function waits for the incoming pair."""
+    """Send a pair to the next rank; the returned function receives a pair."""
     received = torch.empty_like(pair.packed)
     after, before = (group.rank + 1) % group.size, (group.rank - 1) % group.size
     pending = group.start_exchange([(after, pair.packed)], [(before, received)], "ring attention")
@@ -252,7 +260,7 @@ def _pass_on(group: Group, pair: _Pair) -> Callable[[], _Pair]:
 
 
 def _by_token(tensor: Tensor) -> Tensor:
-    """Return a tensor (n, heads, t, size) stored token by token, like projections."""
+    """Return a copy of a tensor (n, heads, t, size) that is stored token by token."""
     return tensor.transpose(1, 2).contiguous().transpose(1, 2)
 
 
@@ -264,15 +272,15 @@ _aten = torch.ops.aten
 
 
 def state_dtype(query: Tensor) -> torch.dtype:
-    """Return the dtype of merged blocks: at least 32 bits, as in the kernels' sums."""
+    """Return the dtype of merged blocks, which has at least 32 bits."""
     return torch.promote_types(query.dtype, torch.float32)
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
     """Compute attention (n, heads, t, size) and the scores' log-sum-exp (n, heads, t).
 
-    Both results have dtype `state_dtype`. Key and value are (n, key heads, keys, size), with `heads` a multiple of `key
-    heads`. `causal` requires the same number of queries and keys.
+    Both results have the dtype `state_dtype`. Key and value have the shape (n, key heads, keys, size), where `heads` is
+    a multiple of `key heads`. `causal` requires equal numbers of queries and keys.
     """
     if query.device.type == "cpu":
         mixed, log_sum = _aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, causal, scale=scale)
@@ -288,14 +296,14 @@ def attend_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute the gradients of query, key and value from one block.
 
-    `mixed` and `log_sum` are the attention output and the log-sum-exp over all blocks.
+    `mixed` is the attention output over all blocks, and `log_sum` is the log-sum-exp over all blocks.
     """
     if query.device.type == "cpu":
         grads = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
             grad, query, key, value, mixed, log_sum, 0.0, causal, scale=scale
         )
     elif _flash_fits(query):
-        # the random state of dropout, which is disabled
+        # a placeholder for the random state of dropout, which is disabled
         unused = torch.empty(2, dtype=torch.uint64, device=query.device)
         given = grad, query, key, value, mixed, log_sum.contiguous(), None, None, query.shape[2], key.shape[2]
         grads = _aten._scaled_dot_product_flash_attention_backward(*given, 0.0, causal, unused, unused, scale=scale)
@@ -306,9 +314,9 @@ def attend_backward(
 
 
 def attend_by_matrices(query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    """Compute `attend` for float32 and float64 on a GPU, for which no kernel exists.
+    """Compute `attend` if no kernel exists, as for float32 and float64 on a GPU.
 
-    All scores of the block are held in memory.
+    All scores of the block are in memory at the same time.
     """
     scores = _scores(query, key, causal, scale)
     log_sum = scores.logsumexp(-1)
@@ -319,7 +327,7 @@ def attend_by_matrices(query: Tensor, key: Tensor, value: Tensor, causal: bool, 
 def attend_by_matrices_backward(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, mixed: Tensor, log_sum: Tensor, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`attend_backward` for `attend_by_matrices`."""
+    """Compute the gradients of query, key and value for `attend_by_matrices`."""
     groups = key.shape[1]
     grad, mixed = (t.unflatten(1, (groups, -1)).to(state_dtype(query)) for t in (grad, mixed))
     weights = (_scores(query, key, causal, scale) - log_sum.unflatten(1, (groups, -1)).unsqueeze(-1)).exp_()
@@ -340,12 +348,12 @@ def _scores(query: Tensor, key: Tensor, causal: bool, scale: float) -> Tensor:
 
 
 def _grouped(key: Tensor) -> Tensor:
-    """Reshape keys to (n, key heads, 1, keys, size), to broadcast over their query heads."""
+    """Reshape keys to (n, key heads, 1, keys, size), which broadcasts over query heads."""
     return key.unsqueeze(2).to(state_dtype(key))
 
 
 def _flash_fits(query: Tensor) -> bool:
-    """True if the flash kernel of accelerators supports a query (Dao, 2023, arXiv:2307.08691)."""
+    """Return True if the flash kernel supports a query (Dao, 2023, arXiv:2307.08691)."""
     return (
         query.dtype in (torch.float16, torch.bfloat16) and query.shape[-1] <= 256 and has_flash_attention(query.device)
     )

@@ -1,10 +1,10 @@
-"""A pipeline stage: the model's own forward pass, with placeholders for other stages' modules.
+"""Pipeline stages: the model's own forward pass, with placeholders for other stages' modules.
 
-There are two kinds of stage, because neither supports every model. A `TracedStage` runs the model's own code, and is
-used if modules return everything that later modules need. It supports control flow that depends on data (routing in a
-mixture of experts), and its blocks can be recomputed, compiled and sharded one by one. An `ExportedStage` runs a graph
-of `torch.export`. It is used only if the code cannot be cut at the blocks, because modules pass tensors to later
-modules in a list, or code between them draws random numbers.
+There are two kinds of stages, because neither supports every model. A `TracedStage` runs the model's own code. This
+kind is used if modules return all tensors that later modules need. It supports control flow that depends on data
+(routing in a mixture of experts), and its blocks can be recomputed, compiled and sharded separately. An `ExportedStage`
+runs a graph of `torch.export`. This kind is used only if the code cannot be cut at the blocks, for example because
+modules pass tensors to later modules in a list, or code between modules draws random numbers.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from paceline.split.forward_trace import (
 )
 from paceline.split.record_forward import Call
 
-# applied to the model's output on the last stage
+# function that the last stage applies to the model's output
 Finish = Callable[[Any], Any]
 _HOOKS = (
     "_forward_pre_hooks",
@@ -49,10 +49,10 @@ _BACKWARD_HOOKS = ("_backward_hooks", "_backward_pre_hooks")
 
 
 class StageBounds(Protocol):
-    """A stage's bounds for one batch shape: `TracedBounds`, or a `StageGraph` of `torch.export`.
+    """Bounds of a stage for one batch shape: `TracedBounds` or `StageGraph`.
 
     Attributes:
-        trace: the trace of the forward pass; None for a graph.
+        trace: the trace of the forward pass; None for a graph of `torch.export`.
         received, sent: the tensors that the stage receives and sends.
     """
 
@@ -70,14 +70,15 @@ class StageBounds(Protocol):
 
 
 class Stage:
-    """The `forward` of a stage's module: `TracedStage` or `ExportedStage`.
+    """A stage, whose `_forward` replaces the forward pass of the stage's module.
 
-    It maps `(*received, batch)` to the tensors that the next stage needs, or to `finish(output)` on the last stage.
+    `_forward` maps `(*received, batch)` to the tensors that the next stage needs, or to `finish(output)` on the last
+    stage.
 
     Attributes:
-        module: a copy of the model's structure with this stage's parameters only, under their original names. Calling
+        module: a copy of the model's structure with only this stage's parameters, under their original names. A call of
             the module runs this stage.
-        finish: applied to the model's output on the last stage.
+        finish: function that the last stage applies to the model's output.
     """
 
     def __init__(self, model: nn.Module, own: set[str], device: torch.device, *, is_last: bool) -> None:
@@ -99,15 +100,16 @@ class Stage:
 
 @dataclass
 class TracedBounds:
-    """Bounds of a stage in a traced forward pass for one shape of batch.
+    """Bounds of a stage in a traced forward pass, for one batch shape.
 
-    `first` and `last` are the cuts around the stage, or None at the ends of the model.
+    `first` and `last` are the cuts before and after the stage; None at the ends of the model.
 
     Attributes:
-        start, stop: begin and end of the stage on the trace's clock.
-        placeholders: the calls before the stage, with their outputs.
-        ends: the calls after the stage.
-        changed_before_sending: the outputs that must be sent as returned, before later code changes them in place.
+        start, stop: start and end of the stage, on the trace's clock.
+        placeholders: the module calls before the stage, with their outputs.
+        ends: the module calls after the stage.
+        changed_before_sending: the outputs that later code changes in place, so they must be copied before they are
+            sent.
     """
 
     trace: ForwardTrace
@@ -138,7 +140,7 @@ class TracedBounds:
     def placeholder_output(self, key: CallKey, received: tuple[Tensor, ...], device: torch.device) -> Any:
         """Return the output of a call before the stage.
 
-        The output contains received tensors; all others are zeros of the right shapes.
+        The output contains received tensors. All other tensors in the output are zeros of the correct shape.
         """
         module_call = self.placeholders[key]
         leaves = list(module_call.leaves)
@@ -154,7 +156,7 @@ class TracedBounds:
         return module_call.output(leaves)
 
     def attributes(self, name: str) -> Iterator[tuple[Attribute, int]]:
-        """Return attributes of modules in `name` that hold received tensors, with their indices."""
+        """Yield module attributes in `name` that are received tensors, with the tensors' indices."""
         for attribute in self.trace.attributes:
             if is_in(attribute.module, name) and attribute.node in self._received_nodes:
                 yield attribute, self._received_nodes[attribute.node]
@@ -162,7 +164,7 @@ class TracedBounds:
     def sources(self) -> list[tuple[str, int, int] | int]:
         """Return the source of each sent tensor.
 
-        A source is (module, call index, leaf) in this stage, or the index of a received tensor.
+        A source is (module, call index, leaf) for a call in this stage, or the index of a received tensor.
         """
         return [
             next((self._given[s] for s in value.sources if s in self._given), value.sources[-1])
@@ -171,9 +173,9 @@ class TracedBounds:
 
 
 class _End(BaseException):
-    """Raised at the end of the stage's part of the forward pass.
+    """Raised to end the forward pass after the last module of the stage.
 
-    It derives from `BaseException`, so that the model's code does not catch it.
+    The class derives from `BaseException`, so that the model's code does not catch it.
     """
 
 
@@ -188,7 +190,7 @@ class _Pass:
 class TracedStage(Stage):
     """A stage that runs the model's code, with placeholders for other stages' modules.
 
-    Hooks, counters, activation checkpoints, and sharded or compiled blocks keep working unchanged.
+    Hooks, counters, activation checkpoints, and sharded or compiled blocks work unchanged.
     """
 
     def __init__(
@@ -229,7 +231,7 @@ class TracedStage(Stage):
 
     @contextmanager
     def _the_model(self) -> Iterator[None]:
-        """Context in which the stage's module behaves as the model, with the model's hooks."""
+        """Return a context in which the stage's module behaves like the model."""
         root = self.module.__dict__
         stage = {key: root[key] for key in self._as_model}
         root.update(self._as_model)
@@ -249,7 +251,7 @@ class TracedStage(Stage):
             modules[name].__dict__["forward"] = partial(self._run_or_replace, name, modules[name].forward)
         for name in {s[0] for s in bounds.sources() if not isinstance(s, int)}:
             module, keep = modules[name], partial(self._keep, name, name in {n for n, _ in away})
-            # called without any hooks
+            # its forward is called directly, without hooks
             if name in self._observed.direct:
                 module.__dict__["forward"] = partial(_then, module.forward, partial(keep, module, ()))
             # torch registers backward hooks on the output after all forward hooks
@@ -289,9 +291,9 @@ class TracedStage(Stage):
 def copied(model: nn.Module) -> nn.Module:
     """Copy the tree of modules, but share parameters, buffers and other attributes.
 
-    Attributes set on the copy do not affect the model. Functions that a module keeps as attributes or hooks may be
-    bound to a module or have captured one; they then refer to the copy of that module. The same applies to lists,
-    tuples and dictionaries of modules.
+    Attributes that are set on the copy do not affect the model. A module may have functions as attributes or hooks,
+    which may be bound to a module or may have captured a module. In the copy, such functions refer to the copy of this
+    module. The same applies to lists, tuples and dictionaries of modules.
     """
     copies: dict[int, nn.Module] = {}
     for module in model.modules():
@@ -313,10 +315,10 @@ def copied(model: nn.Module) -> nn.Module:
 
 
 def drop_parameters(copy_: nn.Module, model: nn.Module, own: set[str], device: torch.device) -> None:
-    """Replace every parameter of a model's copy that is not in `own` with zeros.
+    """In a model's copy, replace every parameter that is not in `own` with zeros.
 
-    The zeros are not parameters. The model's code may still read their dtype or device, or compute unused values from
-    them.
+    The zeros are not parameters. The model's code may still read their dtype or device, or compute values that are not
+    used.
     """
     names = {id(p): name for name, p in model.named_parameters()}
     for module in copy_.modules():
@@ -327,7 +329,10 @@ def drop_parameters(copy_: nn.Module, model: nn.Module, own: set[str], device: t
 
 
 def drop_buffers(copy_: nn.Module, others: set[str], device: torch.device) -> None:
-    """Turn buffers that another stage changes into plain attributes, to save no stale value."""
+    """Turn buffers that another stage changes into plain attributes.
+
+    Checkpoints then contain no stale values of these buffers.
+    """
     for name, module in copy_.named_modules():
         for key, buffer in list(module._buffers.items()):
             if f"{name}.{key}".lstrip(".") in others and buffer is not None:
@@ -367,7 +372,8 @@ def _bound_function(function: FunctionType, copies: Mapping[int, nn.Module]) -> 
 def _forget(away: Sequence[nn.Module], root: nn.Module, device: torch.device) -> None:
     """Remove buffers and hooks from placeholder modules and their exclusive submodules.
 
-    A placeholder keeps its forward hooks, because they may pass on the output. It also keeps users' pre-forward hooks.
+    A placeholder keeps its forward hooks, because they may pass on the output. It also keeps the pre-forward hooks of
+    users.
     """
     others = reachable([root], without=away)
     for module in away:
@@ -386,7 +392,7 @@ def _forget(away: Sequence[nn.Module], root: nn.Module, device: torch.device) ->
 
 
 def _no_buffer(module: nn.Module, name: str, device: torch.device) -> None:
-    """Turn a buffer into a plain attribute, with zeros if it has no values yet."""
+    """Turn a buffer into a plain attribute, with zeros if it has no values."""
     buffer = module._buffers.pop(name)
     module._non_persistent_buffers_set.discard(name)
     if buffer is not None and buffer.is_meta:
@@ -395,9 +401,9 @@ def _no_buffer(module: nn.Module, name: str, device: torch.device) -> None:
 
 
 def _is_a_librarys(hook: Any) -> bool:
-    """True if a pre-forward hook belongs to a library.
+    """Return True if a pre-forward hook belongs to a library.
 
-    `torch.nn.utils` computes weights in such a hook, and tensor parallelism divides inputs.
+    For example, `torch.nn.utils` computes weights in such hooks, and tensor parallelism divides inputs in them.
     """
     made_by = hook.func if isinstance(hook, partial) else hook
     where = str(getattr(made_by, "__module__", None) or type(made_by).__module__)
@@ -414,9 +420,9 @@ def _returned(current: _Pass, source: tuple[str, int, int]) -> Tensor:
     if source not in current.returned:
         raise PlanError(
             "plan.stage_called_differently",
-            "pp: the arguments of {name} differ from those when the pipeline was built, so the next stage lacks "
-            "its input. A model that calls different modules from batch to batch (layer drop, early exit) cannot "
-            "be cut there. Switch this behavior off, or train without pp.",
+            "pp: the arguments of {name} differ from its arguments when the pipeline was built, so the next stage "
+            "lacks its input. A model that calls different modules for different batches (layer drop, early exit) "
+            "cannot be cut at this module. Switch this behavior off, or train without pp.",
             name=source[0],
         )
     return current.returned[source]

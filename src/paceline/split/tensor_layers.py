@@ -1,9 +1,9 @@
 """Layers and collectives of tensor parallelism, after Megatron-LM.
 
-Conjugate pairs are implemented as autograd functions: copy and reduce, gather and take, gather and reduce-scatter along
-the tokens (Shoeybi et al., 2019, arXiv:1909.08053; Korthikanti et al., 2022, arXiv:2205.05198). While torch.compile
-traces, they are functional collectives, which inductor can overlap with the matrix products (asynchronous TP, on GPUs).
-Otherwise they call the group directly.
+The autograd functions form conjugate pairs: copy and reduce, gather and take, gather and reduce-scatter along the
+tokens (Shoeybi et al., 2019, arXiv:1909.08053; Korthikanti et al., 2022, arXiv:2205.05198). While torch.compile traces
+the model, these functions use functional collectives, which inductor can overlap with matrix products on GPUs
+(asynchronous TP). Otherwise they call the group directly.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ TOKENS = 1
 
 @dataclass
 class HeadSwitch:
-    """Setting of a divided output head: gather its logits, or keep them divided.
+    """Setting of a divided output head, which gathers its logits or keeps them divided.
 
     If `gather` is False, each rank keeps the columns `start` to `stop` of the vocabulary.
     """
@@ -50,28 +50,33 @@ class HeadSwitch:
 def copy(x: Tensor, group: Group, fresh: bool = False) -> Tensor:
     """Return `x` unchanged, and all-reduce its gradients, which are partial sums.
 
-    If the gradients are `fresh`, that is, not read elsewhere, they are reduced in place.
+    With `fresh`, the gradients are reduced in place, because no other code reads them.
     """
     result: Tensor = _Copy.apply(x, group, fresh)
     return result
 
 
 def reduce(x: Tensor, group: Group) -> Tensor:
-    """All-reduce `x` in place. The gradient is the same on every rank."""
+    """All-reduce `x` in place.
+
+    The gradient is the same on every rank.
+    """
     result: Tensor = _Reduce.apply(x, group)
     return result
 
 
 def gather(x: Tensor, group: Group, dim: int = -1) -> Tensor:
-    """All-gather `x` along `dim`. The gradient is this rank's slice.
+    """All-gather `x` along `dim`.
 
-    Every rank must use the result in the same way.
+    The gradient of `x` is this rank's slice of the output's gradient.
+
+    Every rank must use the result in the same way, so that the output's gradient is the same on all ranks.
     """
     return _applied("gather", x, group, dim)
 
 
 def take(x: Tensor, group: Group, dim: int = TOKENS) -> Tensor:
-    """Take this rank's shard of a replicated `x`, and all-gather the shards' gradients."""
+    """Return this rank's shard of a replicated `x`, and all-gather the shards' gradients."""
     return _applied("take", x, group, dim)
 
 
@@ -96,7 +101,7 @@ class _Copy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        # to support gradients of gradients, every backward pass is again one of these functions
+        # every backward pass is one of these functions, too, which makes gradients of gradients possible
         if torch.is_grad_enabled():
             return reduce(grad.clone(memory_format=torch.contiguous_format), ctx.group), None, None
         own = grad.contiguous() if ctx.fresh else grad.clone(memory_format=torch.contiguous_format)
@@ -118,7 +123,7 @@ class _Reduce(torch.autograd.Function):
 
 
 class _Conjugate(torch.autograd.Function):
-    """A collective of `_CONJUGATES`.
+    """Autograd function for a collective of `_CONJUGATES`.
 
     The backward pass is the conjugate collective, so double gradients are exact.
     """
@@ -139,9 +144,9 @@ def _applied(name: str, x: Tensor, group: Group, dim: int) -> Tensor:
 
 
 def _only_traced(x: Tensor, group: Group) -> bool:
-    """True in a trace of shapes, which sends nothing.
+    """Return True for a tensor without values, for which no data is sent.
 
-    A dry run, in contrast, sends shapes to simulated ranks.
+    A dry run, in contrast, sends tensors without values to simulated ranks.
     """
     return without_values(x) and not group.is_fake
 
@@ -182,7 +187,7 @@ def _scattered(x: Tensor, group: Group, dim: int) -> Tensor:
     return own
 
 
-# the older names warn since torch 2.13
+# since torch 2.13, the older names raise warnings
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 _reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
@@ -194,7 +199,7 @@ def _own(x: Tensor, group: Group, dim: int) -> Tensor:
     return x.narrow(dim, group.rank * size, size).contiguous()
 
 
-# the collective of the forward pass, and the name of the collective of the backward pass
+# for each function: the collective of the forward pass, and the name of the function for the backward pass
 _CONJUGATES: dict[str, tuple[Callable[[Tensor, Group, int], Tensor], str]] = {
     "gather": (_gathered, "take"),
     "take": (_own, "gather"),
@@ -214,27 +219,30 @@ Forward = Callable[..., Tensor]
 def row_forward(module: nn.Module, join: Callable[[Tensor], Tensor]) -> Forward:
     """Run a linear layer with sharded inputs.
 
-    `join` combines the partial sums; the bias is added once afterwards.
+    `join` combines the partial sums of the ranks. The bias is added once afterwards.
     """
     layer, transposed = weighted(module), is_transposed(module)
 
     def forward(input: Tensor) -> Tensor:
         weight, bias = layer.weight, layer.bias
         joined = join(F.linear(input, weight.T if transposed else weight))
-        # in the bias's own precision, even under autocast
+        # in the precision of the bias, even with autocast
         return joined if bias is None else joined.add_(bias)
 
     return forward
 
 
 def column_forward(module: nn.Module) -> Forward:
-    """Run a `Conv1D` with sharded outputs, whose own code would use the full width."""
+    """Run a `Conv1D` with sharded outputs.
+
+    The code of `Conv1D` itself would use the full width.
+    """
     layer = weighted(module)
     return lambda input: F.linear(input, layer.weight.T, layer.bias)
 
 
 def part_forward(module: nn.Module, weight: ShardLayout, bias: ShardLayout | None) -> Forward:
-    """Run a linear layer with the kept rows of its weight and bias."""
+    """Run a linear layer with some rows of its weight and bias."""
     layer, transposed = weighted(module), is_transposed(module)
 
     def forward(input: Tensor) -> Tensor:
@@ -246,7 +254,7 @@ def part_forward(module: nn.Module, weight: ShardLayout, bias: ShardLayout | Non
 
 
 def gathered_forward(module: nn.Module, group: Group, switch: HeadSwitch | None) -> Forward:
-    """Run a linear layer with sharded outputs, and gather them unless `switch` is off."""
+    """Run a linear layer with sharded outputs; gather them unless `switch` disables this."""
     layer, transposed = weighted(module), is_transposed(module)
 
     def forward(input: Tensor) -> Tensor:
@@ -258,9 +266,9 @@ def gathered_forward(module: nn.Module, group: Group, switch: HeadSwitch | None)
 
 
 def vocabulary_forward(module: nn.Module, group: Group, rows: int) -> Forward:
-    """Run an embedding of `rows` rows per rank, in rank order.
+    """Run an embedding whose table is divided over the ranks, with `rows` rows each.
 
-    One rank looks up each token; the other ranks add zeros.
+    For each token, one rank looks up the row, and all other ranks contribute zeros to the sum.
     """
     assert isinstance(module, nn.Embedding)
     start, padding = group.rank * rows, module.padding_idx
@@ -280,23 +288,27 @@ def parallel_cross_entropy(
 ) -> Tensor:
     """Compute the mean cross-entropy over all classes, like `F.cross_entropy`.
 
-    Every rank returns the same loss, which is 0 if every label is ignored. Each rank computes the gradient of its own
-    logits without communication.
+    Every rank returns the same loss, which is 0 if all labels are ignored. In the backward pass, each rank computes the
+    gradient of its own logits without communication.
 
     Args:
-        logits: (..., classes / ranks), beginning with class rank * classes / ranks. Types below 32 bits are computed in
-            32 bits.
-        target: (...), integers below the number of classes, or -100 for ignored labels.
-        tp: the ranks that divide the classes. Each sends two numbers per label and one more, for any number of classes.
-        label_smoothing: the fraction of a label that is spread over all classes.
-        weight: (classes,), the weight of each class. If given, the mean is weighted by the labels' weights.
+        logits: this rank's logits of shape (..., classes / ranks), which begin with class rank * classes / ranks. Types
+            with fewer than 32 bits are converted to 32 bits.
+        target: integer labels of shape (...), below the number of classes, or -100 for ignored labels.
+        tp: the ranks that divide the classes. Whatever the number of classes, each rank sends two numbers per label and
+            one further number.
+        label_smoothing: fraction of each label that is spread over all classes.
+        weight: weight of each class, shape (classes,). If given, the mean is weighted by the labels' weights.
     """
     loss: Tensor = _CrossEntropy.apply(logits.flatten(0, -2), target.flatten(), tp, label_smoothing, weight)
     return loss
 
 
 class ClassLoss(Protocol):
-    """A loss whose logits may stay divided over classes; it sets `divides_classes = True`."""
+    """A loss whose logits may stay divided over classes.
+
+    Such a loss sets `divides_classes = True`.
+    """
 
     label_smoothing: float
     weight: Tensor | None
@@ -308,12 +320,12 @@ class ClassLoss(Protocol):
 
 
 def divides_classes(loss: object) -> TypeGuard[ClassLoss]:
-    """True if a loss can be computed from logits that are divided over the classes."""
+    """Return True if a loss can be computed from logits that are divided over classes."""
     return bool(vars(type(loss)).get("divides_classes", False))
 
 
 class ParallelLoss:
-    """A job's `cross_entropy` for a model that leaves its logits sharded over `tp`."""
+    """The loss `cross_entropy` for a model whose logits stay sharded over `tp`."""
 
     def __init__(self, loss: ClassLoss, tp: Group) -> None:
         self.loss, self.tp = loss, tp
@@ -322,18 +334,18 @@ class ParallelLoss:
         """Compute the loss of logits (n, classes / ranks) or (n, t, classes / ranks).
 
         Raises:
-            DataError: labels are not integers, do not have the output's shape, or (checked on the CPU only) are out of
-                range.
+            DataError: labels are not integers or do not fit the output's shape. On the CPU, labels out of range also
+                raise this error.
         """
         logits, labels = classes_on_dim_1(logits_of(output), target)
         if logits.dim() != 2 or labels.shape != logits.shape[:1]:
             sizes = f"logits {list(logits.shape)} for labels {list(labels.shape)}"
             raise DataError(
                 "loss.one_label_each",
-                "the model returned {found}, but one label per sample or token is needed",
+                "the model returned {found}, but the loss needs one label per sample or token",
                 found=sizes,
             )
-        # on a GPU this would synchronize; `check` has already checked the labels
+        # on a GPU, the test would synchronize; there, `check` tests the labels before
         if labels.device.type == "cpu":
             check_labels(labels, self._classes(logits), "in a batch")
         smoothing, weight = self.loss.label_smoothing, self.loss.weight
@@ -345,7 +357,7 @@ class ParallelLoss:
         return self.loss.items(target)
 
     def check(self, output: Any, target: Tensor, where: str, samples: Sequence[int] | None = None) -> None:
-        """Check the labels against the classes of all ranks (`check_labels`)."""
+        """Check that the labels are in the range of all ranks' classes (`check_labels`)."""
         logits = logits_of(output)
         if logits.dim() > 1:
             check_labels(target, self._classes(logits), where, samples)
@@ -359,8 +371,9 @@ class _CrossEntropy(torch.autograd.Function):
 
     The backward pass recomputes the probabilities from the logits, because keeping them would take another 32-bit copy.
 
-    With weights w, smoothing e over C classes and the log-sum-exp Z of a row, the loss of a label y is (1 - e) w_y (Z -
-    x_y) + e / C sum_c w_c (Z - x_c). As in torch, the mean is the sum of these losses divided by the sum of w_y.
+    Let w be the weights of the C classes, e the label smoothing, x a row of logits, and Z its log-sum-exp. The loss of
+    label y is (1 - e) w_y (Z - x_y) + e / C sum_c w_c (Z - x_c). As in torch, the mean is the sum of these losses
+    divided by the sum of w_y.
     """
 
     @staticmethod
@@ -412,16 +425,16 @@ class _CrossEntropy(torch.autograd.Function):
         return gradient.mul_(scale).to(logits.dtype), None, None, None, None
 
 
-# the shared random stream of a device, saved while modules use their own streams
+# the random stream of a device that all ranks share, saved while a module uses a stream of its own
 _common: list[tuple[torch.device, Tensor]] = []
 
 
 def separate_random_streams(model: nn.Module, graph: Graph, labels: Mapping[int, Label], rank: int) -> set[str]:
-    """Make modules that draw for sharded tensors draw differently on each rank.
+    """Give modules that draw random numbers for sharded tensors a different stream on each rank.
 
-    The result lists the paths of these modules.
+    The result has the paths of these modules.
 
-    A module whose code draws for both sharded and replicated tensors draws the same numbers on all ranks, as before.
+    A module that draws random numbers for both sharded and replicated tensors draws the same numbers on all ranks.
     """
     divided, whole = set[str](), set[str]()
     for node in graph.nodes:

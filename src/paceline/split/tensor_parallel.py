@@ -1,14 +1,15 @@
-"""Tensor parallelism for any module: ranks with the same samples share its matrices.
+"""Tensor parallelism for any module: ranks with the same samples divide its matrices.
 
 A trace of the model, rather than a list of architectures, determines the regions to divide (`planning/model/tensor`).
-To verify a division, the divided model is traced again, and must run the same operations on exactly the shapes of a
-rank's shard. Layers that fail this check stay replicated, or gather their outputs if they are large. Results are
-therefore correct for every model; only speed and memory differ.
+To verify a division, the divided model is traced again. It must run the same operations on tensors with exactly the
+shapes of a rank's shards. Layers that fail this check stay replicated, or gather their outputs if they are large. The
+results are therefore correct for every model; only speed and memory differ.
 
-Dropout draws different masks on each rank inside a divided region, and the same masks elsewhere (`dropout`).
+Inside a divided region, dropout draws different masks on each rank. Elsewhere, dropout draws the same masks on all
+ranks (`separate_random_streams`).
 
-On GPUs only the process group differs. inductor can derive asynchronous TP (matrix products that overlap with
-collectives) from the functional collectives of a compiled graph; this has not been tested.
+On GPUs, only the process group differs. inductor could overlap matrix products with the functional collectives of a
+compiled graph (asynchronous TP), but this has not been tested.
 """
 
 from __future__ import annotations
@@ -76,14 +77,14 @@ Convert = Callable[[Tensor], Tensor]
 
 @dataclass
 class TensorReport:
-    """Result of `shard_tensors`: the division of every layer with a matrix.
+    """Result of `shard_tensors`, which describes the division of every layer with a matrix.
 
     Attributes:
-        done: path of each divided module -> a phrase with `column`, `row`, `vocabulary` or `gathered`.
-        whole: path of each linear layer or embedding that every rank holds in full -> the reason.
+        done: for each divided module, by path, a phrase with `column`, `row`, `vocabulary` or `gathered`.
+        whole: for each linear layer or embedding that every rank holds in full, by path, the reason.
         notes: notes about the model as a whole.
-        vocabulary_head: the switch of the output head, if the head's output is the model's output and is divided over
-            the vocabulary.
+        vocabulary_head: the setting of the output head, if its output is the output of the model and is divided over
+            the vocabulary; otherwise None.
     """
 
     done: dict[str, str] = field(default_factory=dict)
@@ -108,18 +109,18 @@ def shard_tensors(
 ) -> TensorReport:
     """Divide the matrices of a model over the ranks of `tp`, in place.
 
-    Every rank calls this. The call does not communicate.
+    Every rank must call this function, which does not communicate.
 
     Args:
-        parts: the rank's part of each parameter so far; updated.
-        example: a batch in the engine's format, of real or meta tensors.
-        call: runs the model on a batch, like the engine.
-        sequence: also divide the activations between matrices along the tokens, within the repeated blocks.
-        vocabulary: also divide embeddings and the output head, along the vocabulary.
+        parts: the rank's part of each parameter, which the function updates.
+        example: a batch of real or meta tensors, in the format of the engine.
+        call: function that runs the model on a batch, like the engine.
+        sequence: whether to also divide the activations between matrices, along the tokens, within the repeated blocks.
+        vocabulary: whether to also divide the embeddings and the output head, along the vocabulary.
 
     Raises:
-        PlanError: heads cannot be divided, in which case the message lists possible degrees; or `sequence` is set and
-            the model has no repeated blocks, or tokens that cannot be divided.
+        PlanError: the heads cannot be divided (the message lists possible degrees), or `sequence` is set but the model
+            has no repeated blocks or its tokens cannot be divided.
     """
     if tp.size == 1:
         return TensorReport()
@@ -151,7 +152,7 @@ def shard_tensors(
 def _divide_regions(
     model: nn.Module, parts: Parts, tp: Group, proof: Proof, sequence: SequenceRegion | None, report: TensorReport
 ) -> None:
-    """Shard every parameter of the regions, and rewrite code that uses full sizes."""
+    """Shard all parameters of the regions, and rewrite code that uses full sizes."""
     if proof.graph is None:
         return
     owners = owners_of(model)
@@ -176,9 +177,9 @@ def _divide_regions(
 def _use_rows_of_heads(
     model: nn.Module, parts: Parts, owners: Owners, tp: Group, proof: Proof, report: TensorReport
 ) -> None:
-    """Make projections to shared heads compute only the rows of this rank's heads.
+    """Limit projections to shared heads to the rows of this rank's heads.
 
-    Every rank holds the whole projection, so its gradient is a partial sum.
+    Every rank holds the whole projection, so the gradient of the projection is a partial sum.
     """
     paths = {id(module): path for path, module in model.named_modules()}
     rows: dict[str, dict[str, ShardLayout]] = {}
@@ -196,7 +197,7 @@ def _use_rows_of_heads(
 
 
 def _join_regions(model: nn.Module, tp: Group, proof: Proof, sequence: SequenceRegion | None) -> None:
-    """Install copies of replicated tensors that enter regions, and sums after row-parallel layers."""
+    """Install copies of replicated tensors before regions, and sums after row-parallel layers."""
     if proof.graph is None:
         return
     for entry, value in proof.boundaries.copies:
@@ -218,9 +219,9 @@ def _join_regions(model: nn.Module, tp: Group, proof: Proof, sequence: SequenceR
 
 
 def _fresh(graph: Graph, entry: Entry, value: int) -> bool:
-    """True if only matrix products in the call read the value.
+    """Return True if only matrix products in the call read the value.
 
-    Then no other code reads its gradients.
+    In this case, no other code reads the gradients of the value.
     """
     inside = [graph.nodes[n] for n, _ in graph.values[value].uses if entry.start <= n < entry.stop]
     return all(node.name == "linear" and isinstance(node.op, str) for node in inside)
@@ -251,7 +252,7 @@ def _divide_unpaired(
 
 
 def shard(parts: Parts, owners: Owners, name: str, tp: Group, dim: int, sections: Iterable[int]) -> None:
-    """Shard a parameter in every module that holds it."""
+    """Shard a parameter in every module that has it."""
     module, attribute = owners[name][0]
     shard_parameter(
         module, attribute, parts[name], axis="tp", dim=dim, index=tp.rank, of=tp.size, sections=tuple(sections)
@@ -263,9 +264,9 @@ def shard(parts: Parts, owners: Owners, name: str, tp: Group, dim: int, sections
 
 @dataclass
 class BlockSpan:
-    """Consecutive blocks.
+    """A span of consecutive blocks.
 
-    Value `enters` is split before the first block, and `leaves` is gathered after the last block.
+    The value `enters` is split before the first block, and the value `leaves` is gathered after the last block.
     """
 
     first: Entry
@@ -276,9 +277,11 @@ class BlockSpan:
 
 @dataclass
 class FullSequenceModule:
-    """A module inside a block that needs all tokens. Every rank computes the same.
+    """A module inside a block that needs all tokens.
 
-    Values `enters` are gathered, and `leaves` is split.
+    Every rank computes the same values in it.
+
+    The values `enters` are gathered before the module, and the value `leaves` is split after it.
     """
 
     entry: Entry
@@ -288,17 +291,17 @@ class FullSequenceModule:
 
 @dataclass
 class SequenceRegion:
-    """Sequence-parallel region: all values and modules that are divided along the tokens.
+    """A sequence-parallel region: all values and modules that are divided along the tokens.
 
     Attributes:
         graph: the trace with the collectives as operations.
-        labels: all divisions, of matrices and of tokens.
-        gathers: (module, value) of copies that become gathers, because the entering value is divided.
-        scatters: row-parallel layers whose sum is reduce-scattered.
+        labels: the divisions of all values, both along features and along tokens.
+        gathers: (module, value) for each copy that becomes a gather, because the entering value is divided.
+        scatters: row-parallel layers whose partial sums are reduce-scattered.
         inside: replicated layers that process the rank's tokens only.
         parameters: names of replicated parameters whose gradients are partial sums.
-        more_copies: (call, value) of replicated tensors that enter the region.
-        results: row-parallel layers whose summed output is read by divided operations only.
+        more_copies: (call, value) for each replicated tensor that enters the region.
+        results: row-parallel layers whose summed output only divided operations read.
     """
 
     graph: Graph
@@ -328,11 +331,11 @@ class SequenceRegion:
 
 
 def prove_sequence(proof: Proof, model: nn.Module, ranks: int, example: Batch, call: Call) -> SequenceRegion:
-    """Also divide the tokens, with the same verification; update the proof's rewrites.
+    """Divide the tokens with the same verification, and update the proof's rewrites.
 
     Raises:
         PlanError: the model has no repeated blocks, the tokens cannot be divided, or an operation in the blocks needs
-            whole sequences.
+            all tokens of a sequence.
     """
     advice = "Use tp without sequence, or cp for long sequences"
     if proof.graph is None or not proof.regions:
@@ -360,10 +363,10 @@ def prove_sequence(proof: Proof, model: nn.Module, ranks: int, example: Batch, c
 def find_sequence_region(
     model: nn.Module, graph: Graph, labels: dict[int, Label], boundaries: Boundaries, ranks: int
 ) -> SequenceRegion:
-    """Divide the tokens in every span of a model's blocks.
+    """Divide the tokens in every span of the model's blocks.
 
     Raises:
-        Unfollowable: the model has no blocks, or the tokens cannot be divided.
+        Unfollowable: the model has no repeated blocks, or the tokens cannot be divided.
     """
     blocks = find_blocks(model)
     spans = _spans(blocks, graph)
@@ -371,7 +374,7 @@ def find_sequence_region(
         tokens = graph.values[span.enters].shape[TOKENS]
         if reason := undivided_tokens(tokens, "tp", ranks):
             raise Unfollowable(f"it {reason.predicate}")
-    # names, within a block, of the modules that need all tokens
+    # modules that need all tokens, by their names within a block
     whole: set[str] = set()
     while True:
         try:
@@ -479,9 +482,9 @@ class _Placed:
 def _write_exchanges(
     graph: Graph, spans: list[BlockSpan], full_modules: list[FullSequenceModule], boundaries: Boundaries
 ) -> list[_Placed]:
-    """Append collectives to a graph, and redirect the inner operations to their results.
+    """Append collectives to a graph, and let inner operations read their results.
 
-    Copies come first.
+    Copies are appended first.
     """
     placed: list[_Placed] = []
 
@@ -514,7 +517,10 @@ def _collected(graph: Graph, span: BlockSpan) -> int:
 
 
 def _exchange(graph: Graph, op: str, value: int, path: str, inside: range) -> Node:
-    """Add an operation on a value. The operations `inside` then read its result."""
+    """Add an operation on a value.
+
+    The operations `inside` then read the result instead of the value.
+    """
     made, number = len(graph.values), len(graph.nodes)
     graph.values.append(replace(graph.values[value], kind="result", name="", producer=number, uses=[]))
     for node in graph.nodes[inside.start : inside.stop]:
@@ -575,7 +581,7 @@ def _spread(region: SequenceRegion, seeds: list[int], regions: dict[int, Label])
 
 @contextmanager
 def simulated(model: nn.Module, region: SequenceRegion, ranks: int) -> Iterator[None]:
-    """Context in which traces of the model use the shapes after the collectives."""
+    """Return a context in which traces of the model use the shapes after the collectives."""
     hooks = []
 
     def scaled(times: int, of: int) -> Convert:
@@ -599,14 +605,14 @@ def simulated(model: nn.Module, region: SequenceRegion, ranks: int) -> Iterator[
 
 
 def convert_arguments(model: nn.Module, entry: Entry, value: int, convert: Convert) -> Any:
-    """Convert a value in all arguments of a call that contain it. Return the hook."""
+    """Convert a value in all arguments of a call that contain it; return the hook."""
     module = model.get_submodule(entry.path)
     places = [place for place, v in entry.arguments.items() if v == value]
 
     def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         try:
             given = args[places[0]] if isinstance(places[0], int) else kwargs[places[0]]
-        # continuing would lose the sum of its gradients
+        # without this argument, the sum of its gradients would be lost
         except (IndexError, KeyError):
             raise PlanError(
                 "plan.call_changed",
@@ -625,9 +631,9 @@ def convert_arguments(model: nn.Module, entry: Entry, value: int, convert: Conve
 
 
 def convert_result(module: nn.Module, convert: Convert) -> Any:
-    """Convert the tensor that `module` returns, by a hook.
+    """Install a hook that converts the tensor that `module` returns.
 
-    If the module returns a tuple, its first item is converted. Returns the handle of the hook.
+    If the module returns a tuple, the first item is converted. The handle of the hook is returned.
     """
 
     def after(_: nn.Module, __: Any, result: Any) -> Any:
