@@ -1,4 +1,4 @@
-"""Transports, codecs and rules of paceline in other frameworks' loops; one file each.
+"""Transports, codecs and sync rules of paceline for the training loops of other frameworks.
 
-Start with `pytorch.py`. Only the file of a framework imports it.
+Start with `pytorch.py`. Each framework has one file, and no other file imports the framework.
 """

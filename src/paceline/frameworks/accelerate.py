@@ -1,9 +1,9 @@
-"""Accelerate, and the `Trainer` of Transformers, which is built on it.
+"""Support for Accelerate, and for the `Trainer` of Transformers, which is built on Accelerate.
 
-    init_process_group()              # of frameworks/pytorch.py, before Accelerator(…) or TrainingArguments(…)
-    code_gradients(accelerator, "int8")  # or of a trainer
+    init_process_group()              # from frameworks/pytorch.py; call before Accelerator(…) or TrainingArguments(…)
+    code_gradients(accelerator, "int8")  # or pass a trainer
 
-Accelerate offers only gloo for CPUs, but uses an existing process group.
+Accelerate itself offers only gloo for CPUs, but it uses a process group that already exists.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from paceline.frameworks.pytorch import CodecState, register_codec
 def code_gradients(owner: Any, codec: str) -> None:
     """Make the model of an `Accelerator` or a Transformers `Trainer` send coded gradients.
 
-    Call it before `accelerator.prepare` or `trainer.train`. See `CodecState` for the codecs.
+    Call this function before `accelerator.prepare` or `trainer.train`. See `CodecState` for the codecs.
 
     Raises:
         PlanError: the codec is unknown, or Accelerate has another `comm_hook`.
@@ -57,7 +57,7 @@ def code_gradients(owner: Any, codec: str) -> None:
 
 @dataclass
 class _CodedGradients(DistributedDataParallelKwargs):
-    """Arguments for the DDP wrapper of a model, with a codec for its gradients."""
+    """Arguments for a model's DDP wrapper, with a codec for the gradients."""
 
     codec: str = ""
 

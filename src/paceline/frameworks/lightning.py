@@ -1,6 +1,6 @@
 """Strategy for Lightning: `Trainer(strategy=PacelineStrategy(codec="int8"))`, or `strategy="paceline"`.
 
-It uses the package that the script has imported, `lightning` or `pytorch_lightning`.
+The strategy uses `lightning` or `pytorch_lightning`, whichever package the script has imported.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ _STATE = "paceline"  # key in checkpoints
 
 
 class PacelineStrategy(_strategies.DDPStrategy):  # type: ignore[name-defined]
-    """`DDPStrategy` with paceline's transports between CPU ranks, its codecs and local rules.
+    """`DDPStrategy` with paceline's transports between CPU ranks, codecs and local rules.
 
-    It uses shared memory on one host, `tcp` between hosts, and torch's own library on accelerators.
+    The ranks use shared memory on one host, `tcp` between hosts, and torch's own library on accelerators.
 
     Args:
-        codec: codec of the gradients (see `CodecState`) or of DiLoCo's pseudo-gradients; None sends them unchanged.
+        codec: codec for gradients (see `CodecState`) or for DiLoCo's pseudo-gradients; None disables compression.
         sync: `allreduce`, or a local rule as in a plan: `local:8`, `diloco:30`. With a local rule, validation and
             checkpoints use the synchronized parameters.
         options: options of `DDPStrategy`.
 
     Raises:
-        PlanError: the codec or rule is unknown, or is not supported here.
+        PlanError: the codec or rule is unknown, or this strategy does not support it.
     """
 
     strategy_name = "paceline"
@@ -54,7 +54,7 @@ class PacelineStrategy(_strategies.DDPStrategy):  # type: ignore[name-defined]
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
-        """Register the name `paceline`, but not the names of `DDPStrategy`."""
+        """Register the strategy as `paceline`; the names of `DDPStrategy` stay unchanged."""
         if cls.strategy_name not in strategy_registry:
             strategy_registry.register(cls.strategy_name, cls, description="DDP over paceline's transports")
 
@@ -65,7 +65,7 @@ class PacelineStrategy(_strategies.DDPStrategy):  # type: ignore[name-defined]
         super().setup_distributed()
 
     def configure_ddp(self) -> None:
-        """Wrap the model with DDP, or give the plain model to the rule."""
+        """Wrap the model with DDP, or attach the plain model to the local rule."""
         if self.sync == "allreduce":
             super().configure_ddp()
             if self.codec is not None:
@@ -76,7 +76,7 @@ class PacelineStrategy(_strategies.DDPStrategy):  # type: ignore[name-defined]
             self._steps.load_state_dict(self._loaded)
 
     def setup_optimizers(self, trainer: Any) -> None:
-        """Make the optimizers; a local rule supports only one."""
+        """Create the optimizers; a local rule supports only one optimizer."""
         super().setup_optimizers(trainer)
         if self._steps is not None and len(self.optimizers) > 1:
             raise PlanError(
@@ -93,7 +93,7 @@ class PacelineStrategy(_strategies.DDPStrategy):  # type: ignore[name-defined]
         model: nn.Module | None = None,
         **options: Any,
     ) -> Any:
-        """Take a step, then let the rule act on the parameters."""
+        """Take an optimizer step, then let the local rule synchronize the parameters."""
         output = super().optimizer_step(optimizer, closure, model, **options)
         if self._steps is not None:
             self._steps.stepped()
@@ -102,7 +102,7 @@ class PacelineStrategy(_strategies.DDPStrategy):  # type: ignore[name-defined]
     # Checkpoints and validation with replicas that differ
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Return the model's state with synchronized parameters; every rank calls it."""
+        """Return the model's state with synchronized parameters; every rank must call this."""
         if self._steps is None:
             return dict(super().lightning_module_state_dict())
         with self._steps.shared_parameters():
@@ -112,18 +112,18 @@ class PacelineStrategy(_strategies.DDPStrategy):  # type: ignore[name-defined]
             }
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Save a checkpoint, with the rule's outer state."""
+        """Save a checkpoint that includes the rule's outer state."""
         if self._steps is not None:
             checkpoint[_STATE] = self._steps.state_dict()
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Load the model, and keep the outer state for the rule."""
+        """Load the model, and keep the checkpoint's outer state for the rule."""
         self._loaded = dict(checkpoint.get(_STATE, {}))
         super().load_model_state_dict(checkpoint, strict=strict)
 
     def on_validation_start(self) -> None:
-        """Validate the synchronized parameters."""
+        """Switch to the synchronized parameters for validation."""
         super().on_validation_start()
         self._shared_parameters.enter_context(nullcontext() if self._steps is None else self._steps.shared_parameters())
 

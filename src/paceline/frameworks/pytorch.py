@@ -1,10 +1,10 @@
-"""Transports, codecs and local rules in loops of plain PyTorch, with DDP or without.
+"""Transports, codecs and local rules for training loops in plain PyTorch, with or without DDP.
 
-`init_process_group` is for ranks that torchrun or another launcher has started. With `DistributedDataParallel`:
+Call `init_process_group` on ranks that torchrun or another launcher has started. With `DistributedDataParallel`:
 
     model.register_comm_hook(CodecState("int8"), codec_hook)
 
-The codecs are those of a plan's `compress=`, with their error feedback. Without DDP, replicas take local steps and
+The codecs are the codecs of a plan's `compress=`, with error feedback. Without DDP, replicas take local steps and
 synchronize parameters periodically:
 
     steps = LocalSteps(model, "diloco:30")
@@ -51,16 +51,17 @@ def cpu_backend(*, one_host: bool) -> str:
 
 
 def init_process_group(**options: Any) -> None:
-    """Call `torch.distributed.init_process_group` with paceline's transports, if the ranks are on CPUs.
+    """Create the default process group, with paceline's transports if the ranks are on CPUs.
 
-    Frameworks use an existing process group, so call this function before them. On accelerators, the backend is torch's
-    own. Without a launcher, the function does nothing.
+    The function calls `torch.distributed.init_process_group`. Frameworks use an existing process group, so call this
+    function before them. On accelerators, the backend is torch's own. If no launcher started this process, the function
+    does nothing.
 
     Args:
-        options: passed on, e.g. `timeout`.
+        options: options of `torch.distributed.init_process_group`, e.g. `timeout`.
 
     Raises:
-        LaunchError: there is already a process group.
+        LaunchError: a process group already exists.
         ClusterError: the ranks cannot share memory.
     """
     ranks = int(os.environ.get(WORLD_SIZE, "1"))
@@ -84,16 +85,16 @@ def init_process_group(**options: Any) -> None:
 class CodecState:
     """State of `codec_hook` on one rank: codec and error feedback.
 
-    Each model needs its own state. The gradients of the first backward pass are sent uncoded, because DDP rebuilds its
-    buckets after it.
+    Each model needs its own state. The gradients of the first backward pass are sent uncompressed, because DDP rebuilds
+    its buckets after this pass.
 
     Args:
-        codec: as in a plan: `int8`, `bf16`, `topk:0.01+bf16`, `powersgd:4`.
-        process_group: process group of the DDP model; None means the default one.
+        codec: codec as in a plan, such as `int8`, `bf16`, `topk:0.01+bf16` or `powersgd:4`.
+        process_group: process group of the DDP model; None means the default process group.
         seed: seed of the random rounding.
 
     Attributes:
-        traffic: bytes sent, and the codec's error.
+        traffic: counters of sent bytes and of the codec's error.
 
     Raises:
         PlanError: the codec is unknown.
@@ -103,7 +104,7 @@ class CodecState:
         if codec in ("none", "auto"):
             raise PlanError(
                 "frameworks.hook_without_codec",
-                'the hook needs a codec, but "{codec}" is none. Use one of {names}, or no hook.',
+                'the hook needs a codec, but "{codec}" is not a codec. Use one of {names}, or no hook.',
                 codec=codec,
                 names=list(CODECS.names),
             )
@@ -121,7 +122,7 @@ class CodecState:
         flat: Tensor = bucket.buffer()
         if self._group is None:
             self._group = group_of(self._process_group, flat.device)
-        flat.div_(self._group.size)  # before the sum, which may overflow in 16 bits
+        flat.div_(self._group.size)  # divides before the sum, which could overflow in 16 bits
         coded = self._passes > 0
         if bucket.is_last():
             self._passes += 1
@@ -139,20 +140,20 @@ class CodecState:
         return flat
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return the error feedback of this rank; every rank saves its own."""
+        """Return this rank's error feedback; every rank must save its own state."""
         return dict(self._loaded) if self._compressor is None else self._compressor.state_dict()
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         """Restore the result of `state_dict` on this rank, before the first backward pass.
 
-        The number of ranks must be the same.
+        The number of ranks must be the same as before.
         """
         self._loaded = dict(state)
 
     def _name(self, bucket: GradBucket) -> str:
         """Return the key of a bucket's error feedback.
 
-        It consists of the bucket's index and its shapes, which are the same in another process.
+        The key consists of the bucket's index and its shapes, which are the same after a restart.
         """
         parameters = bucket.parameters()
         layout = tuple(map(id, parameters))
@@ -167,8 +168,8 @@ class CodecState:
 def codec_hook(state: CodecState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Average a bucket's gradients over the ranks with the codec; for `register_comm_hook`.
 
-    Every rank gets the same bits. The call returns after the reduction: an asynchronous one would save little, because
-    ranks of one host share their cores, and coded gradients are small between hosts.
+    Every rank gets the same bits. The call returns only after the reduction. An asynchronous reduction would save
+    little time: ranks on one host share their cores, and between hosts, compressed gradients are small.
 
     Raises:
         PlanError: the codec does not support the dtype of the gradients.
@@ -180,29 +181,29 @@ def codec_hook(state: CodecState, bucket: GradBucket) -> torch.futures.Future[to
 
 
 def register_codec(model: DistributedDataParallel, codec: str) -> CodecState:
-    """Make a DDP model send coded gradients; raises the same errors as `CodecState`."""
+    """Make a DDP model send compressed gradients; raises the same errors as `CodecState`."""
     state = CodecState(codec, model.process_group)
     model.register_comm_hook(state, codec_hook)
     return state
 
 
-_RULES = ("local", "diloco")  # these rules need only the steps of a loop
+_RULES = ("local", "diloco")  # these rules need only calls after the steps of a loop
 
 
 class LocalSteps:
-    """Local steps of a model's replicas, one for each rank of the default process group.
+    """Local steps of a model's replicas, one replica per rank of the default process group.
 
-    Every rank creates one before its first optimizer step; all ranks begin with rank 0's parameters.
+    Every rank creates a `LocalSteps` object before its first optimizer step. All ranks begin with rank 0's parameters.
 
     Args:
         model: the plain model, not wrapped by DDP.
-        sync: the rule as in a plan: `local:8`, `diloco:30`.
-        codec: codec of DiLoCo's pseudo-gradients; None sends them unchanged.
+        sync: sync rule as in a plan, such as `local:8` or `diloco:30`.
+        codec: codec for DiLoCo's pseudo-gradients; None disables compression.
         device: device of the model.
 
     Raises:
-        PlanError: the rule or codec does not exist, or the model has batch-norm statistics, which these rules do not
-            share.
+        PlanError: the rule or codec does not exist, or the model has batch norm, whose statistics these rules do not
+            synchronize.
     """
 
     def __init__(
@@ -231,21 +232,21 @@ class LocalSteps:
         attach(self.rule, Replica(model, group, inner=type(group)(device=group.device), world=group), plan)
 
     def stepped(self) -> None:
-        """Apply the rule after an optimizer step; every rank calls it after each step."""
+        """Apply the rule after an optimizer step; every rank must call this after each step."""
         self.step += 1
         self.rule.after_backward(self.step, self._none)
         self.rule.after_step(self.step)
 
     @contextmanager
     def shared_parameters(self) -> Iterator[None]:
-        """Return a context with synchronized parameters on all ranks; all ranks enter it."""
+        """Return a context with synchronized parameters; all ranks must enter it."""
         with self.rule.shared_parameters():
             yield
 
     def end(self) -> None:
         """Leave every rank with the synchronized parameters, and release the model.
 
-        Every rank calls it.
+        Every rank must call this method.
         """
         with self.rule.shared_parameters():
             shared = [parameter.detach().clone() for parameter in self.rule.parameters]
@@ -260,7 +261,7 @@ class LocalSteps:
         return {"step": self.step, "outer": {key: value.clone() for key, value in self.rule.outer_state().items()}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from `state_dict`; the model must have the synchronized parameters of that time."""
+        """Restore the result of `state_dict`; the model must have the parameters saved with it."""
         self.step = state["step"]
         self.rule.go_on(state["outer"])
 
@@ -269,11 +270,15 @@ def check_sync(sync: str, codec: str | None) -> None:
     """Check a rule and a codec before training starts.
 
     Raises:
-        PlanError: the rule or codec is unknown or not supported here, or they do not work together.
+        PlanError: the rule or codec is unknown or not supported here, or the rule does not support the codec.
     """
     spec = SyncSpec.parse(sync)
     if codec in ("none", "auto"):
-        raise PlanError("frameworks.codec_unknown", '"{codec}" is not a codec. Name one, or leave it out.', codec=codec)
+        raise PlanError(
+            "frameworks.codec_unknown",
+            '"{codec}" is not a codec. Name a codec, or leave the argument out.',
+            codec=codec,
+        )
     if codec is not None:
         CompressSpec.parse(codec)
     if sync == "allreduce":

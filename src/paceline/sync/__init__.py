@@ -1,6 +1,6 @@
-"""Synchronization rules, which keep the replicas of a model consistent: one file each.
+"""Synchronization rules, which keep the replicas of a model consistent.
 
-All have the methods of `SyncRule`.
+Each file contains one rule. Every rule has the methods of `SyncRule`.
 """
 
 from paceline.sync.allreduce import AllReduce

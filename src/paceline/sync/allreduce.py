@@ -1,8 +1,8 @@
 """Replicated data parallelism: the gradients of all replicas are summed in every step.
 
 The bucketing follows Li et al., 2020, "PyTorch Distributed" (arXiv:2006.15704). Gradients are collected in flat buckets
-in the order in which the backward pass computes them. A full bucket is sent while the remaining gradients are computed,
-if that saves time.
+in the order in which the backward pass computes them. If it saves time, a full bucket is sent while the backward pass
+computes the remaining gradients.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ BUCKET_BYTES = 25 * 2**20  # on accelerators: default of DDP, large enough for b
 class AllReduce(SyncRule):
     """Sum the gradients of all replicas after every backward pass.
 
-    Gradients are moved into flat buckets as soon as the backward pass computes them, so a rank never holds them twice.
+    Gradients are moved into flat buckets as soon as the backward pass computes them, so a rank never stores two copies.
     A parameter that no replica used keeps `grad=None`, as in a single process. With gradient accumulation, only the
     last backward pass communicates.
 
@@ -68,7 +68,7 @@ class AllReduce(SyncRule):
         limit = (BUCKET_BYTES if accelerated else self._between_hosts()) if self.overlap else None
         self.buckets = _bucketize(replica, [lane.algorithm for lane in self.lanes], limit)
         last = self.buckets[-1]
-        self.scalars = last.flat[last.gradient_size :][: replica.scalar_count]  # they follow its gradients
+        self.scalars = last.flat[last.gradient_size :][: replica.scalar_count]  # the scalars follow the gradients
         if not dp.is_fake:
             self.tell(why)
         if self.compress == "auto":
@@ -156,14 +156,14 @@ class AllReduce(SyncRule):
     # Lanes and compression
 
     def overlap_pays(self, dp: Group) -> bool:
-        """True if gradients are summed during the backward pass.
+        """Return True if gradients are summed during the backward pass.
 
-        Ranks on one host share its cores, so sending during the backward pass would only slow the computation.
+        Ranks on one host share the host's cores, so communication during the backward pass would slow the computation.
         """
         return dp.spans_hosts or (is_accelerator(dp.device) and self.compress == "none")
 
     def tell(self, why: str) -> None:
-        """Record how gradients are summed, unless it is the default."""
+        """Record how gradients are summed, unless the rule uses the default."""
         dp = self.replica.dp
         if not dp.spans_hosts and self.algorithm_name == "auto":
             return
@@ -174,16 +174,16 @@ class AllReduce(SyncRule):
         self.replica.log(f"sync=allreduce: {why}")
 
     def coder(self, codec: str, lane: Lane, number: int) -> SumCoder:
-        """Make the compressor of lane `number`. The number is the seed of its random rounding."""
+        """Create the compressor of a lane; `number` is the seed of its random rounding."""
         from paceline.sync.compress import Compressor  # most runs do not need it
 
         return Compressor(codec, lane.group, lane.traffic, seed=number)
 
     def lanes_over(self, dp: Group) -> tuple[list[Lane], str]:
-        """Make the lanes that sum the buckets; return them with the reason for the algorithm.
+        """Create the lanes that sum the buckets, and explain the choice of the algorithm.
 
-        `overlap` must be set. A sum ends with a wait for its slowest message. If two lanes share a link, the buckets of
-        one lane use the pauses of the other.
+        The method reads `overlap`. A sum ends with a wait for its slowest message. With two lanes, one lane can use the
+        link while the other lane waits.
         """
         if not self.overlap or is_accelerator(dp.device):
             algorithm, why = algorithm_for(dp, self.algorithm_name)
@@ -197,9 +197,9 @@ class AllReduce(SyncRule):
         return lanes, why
 
     def _prepare_dry_run(self) -> None:
-        """Use a plain sum in a dry run.
+        """Use uncompressed, flat sums in a dry run.
 
-        A dry run has no other ranks to measure, and no values to compress.
+        A dry run has no links to other ranks to measure, and no values to compress.
         """
         if self.compress != "none":
             self.replica.log(
@@ -242,7 +242,7 @@ class AllReduce(SyncRule):
             raise not_by_the_engine()
 
     def _between_hosts(self) -> int:
-        """Return the bucket size for links between hosts, which are slower, so sending begins earlier."""
+        """Return the bucket size for the slower links between hosts; sending starts earlier."""
         own = sum(p.numel() * p.element_size() for p in self.parameters if p not in self.replica.rows)
         return int(bucket_bytes_between_hosts(own))
 
@@ -258,7 +258,8 @@ class AllReduce(SyncRule):
         """Send full buckets in bucket order.
 
         Every rank must start the same collectives in the same order, even if its gradients are ready in another order.
-        The last bucket carries the scalars, which are complete only after the backward pass.
+        The last bucket is not sent here, because it contains the scalars, which are complete only after the backward
+        pass.
         """
         for number, bucket in enumerate(self.buckets[:-1]):
             if bucket.pending is None and not self._left_out(bucket):
@@ -268,12 +269,12 @@ class AllReduce(SyncRule):
                 self._begin(number)
 
     def _left_out(self, bucket: Bucket) -> bool:
-        """True if the backward pass computed no gradients for this bucket. All ranks get the same result."""
+        """Return True if no rank's backward pass has gradients for this bucket."""
         only = self.replica.backward.only
         return only is not None and bool(bucket.parameters) and only.isdisjoint(bucket.parameters)
 
     def _begin(self, number: int) -> None:
-        """Start to sum a bucket during the backward pass. Its `pending` waits for the result."""
+        """Start to sum a bucket during the backward pass; `bucket.pending` waits for the result."""
         bucket, lane = self.buckets[number], self._lane(number)
         if lane.thread is not None:
             bucket.pending = lane.thread.start(partial(self._sum, number))
@@ -283,7 +284,7 @@ class AllReduce(SyncRule):
 
     def _sum(self, number: int) -> None:
         bucket, lane = self.buckets[number], self._lane(number)
-        if lane.compressor is not None:  # the scalars after the gradients are summed exactly
+        if lane.compressor is not None:  # the scalars that follow the gradients are summed exactly
             lane.compressor.sum(f"bucket{number}", bucket.flat, bucket.views)
             return
         with lane.counting(bucket):
@@ -295,11 +296,11 @@ class AllReduce(SyncRule):
 
 @dataclass
 class Lane:
-    """Group that sums some of the buckets, in the same order on every rank.
+    """Communication lane that sums some of the buckets, in the same order on every rank.
 
     Attributes:
-        traffic: bytes sent by this lane.
-        compressor: compressor of the buckets; None sends them uncompressed.
+        traffic: counters of the bytes that this lane sends.
+        compressor: compressor of the buckets; None sends uncompressed buckets.
         thread: thread that runs the sums during the backward pass; `group` is then a copy that only this thread uses.
     """
 
@@ -310,14 +311,14 @@ class Lane:
     thread: CommThread | None = None
 
     def counting(self, bucket: Bucket) -> AbstractContextManager[None]:
-        """Count the bytes that an exact sum sends, and those that a ring would send."""
+        """Count the bytes that an exact sum sends and a ring would send."""
         return self.traffic.counting(self.group, ring_bytes(bucket.flat.nbytes, self.group.size))
 
 
 def _bucketize(replica: Replica, memories: Sequence[Algorithm], limit_bytes: int | None) -> list[Bucket]:
     """Assign parameters to buckets in reverse order, roughly the order of their gradients.
 
-    The last bucket also holds the scalars.
+    The last bucket also contains the scalars.
     """
     groups: list[list[nn.Parameter]] = []
     size = 0
@@ -336,7 +337,7 @@ def _bucketize(replica: Replica, memories: Sequence[Algorithm], limit_bytes: int
         groups[-1].append(parameter)
         size += nbytes
     if not groups or groups[-1][0].dtype not in (torch.float32, torch.float64):
-        groups.append([])  # half precision would round the scalars, so they get a bucket of their own
+        groups.append([])  # half precision would round the scalars, so the scalars get a separate bucket
     return [
         Bucket.of(group, memories[i % len(memories)], replica.scalar_count if group is groups[-1] else 0)
         for i, group in enumerate(groups)

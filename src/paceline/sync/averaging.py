@@ -1,6 +1,6 @@
-"""Averaging: the simplest exact sync rule.
+"""Gradient averaging, the simplest exact sync rule.
 
-Read this rule first. `allreduce` computes the same result, but in buckets and during the backward pass.
+Read this rule first. `allreduce` computes the same result, but with buckets and partly during the backward pass.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from paceline.sync.rule import Reduction, Replica, SyncRule, broadcast_state
 
 
 class Averaging(SyncRule):
-    """Sum the gradients over the replicas one by one, after the backward pass."""
+    """Sum the gradients over the replicas after the backward pass, one gradient at a time."""
 
     def attach(self, replica: Replica) -> None:
         self.replica = replica
@@ -31,6 +31,6 @@ class Averaging(SyncRule):
                 parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.to_dense()
                 # A sum, because the engine has weighted each replica's gradient by its share of the global batch.
                 dp.all_reduce(parameter.grad)
-            # The engine's own numbers, such as the loss, votes and times.
+            # The scalars of the engine, such as loss, votes and times.
             dp.all_reduce(scalars)
         return Reduction([p.grad for p in trained if p.grad is not None], scalars)

@@ -23,9 +23,9 @@ Forward = Callable[..., Any]
 def synchronise(model: nn.Module, dp: Group) -> nn.Module:
     """Make every batch-norm layer of `model` use the statistics of all replicas; return the model.
 
-    The layers remain the same objects, with their hooks, names and tensors. Their class is replaced with a subclass
-    whose forward computes `torch.nn.functional.batch_norm` over the replicas. A layer that extends BatchNorm thus keeps
-    its other behaviour.
+    The layers remain the same objects, with the same hooks, names and tensors. Only their class is replaced with a
+    subclass whose forward pass computes `torch.nn.functional.batch_norm` over the replicas. A layer that extends
+    BatchNorm keeps its other behaviour.
 
     Raises:
         PlanError: the statistics of a layer cannot be computed over the replicas; the message names the layer.
@@ -40,7 +40,7 @@ def synchronise(model: nn.Module, dp: Group) -> nn.Module:
             _refuse(name, layer)
             cls = type(layer)
             layer.__class__ = classes.setdefault(cls, _global_class(cls, dp))
-            if (own := layer.__dict__.get("forward")) is not None:  # an instance's own forward hides the class's
+            if (own := layer.__dict__.get("forward")) is not None:  # an attribute that hides the class's method
                 layer.__dict__["forward"] = partial(_computed, own, dp)
     return model
 
@@ -56,12 +56,12 @@ def unsynchronise(model: nn.Module) -> None:
 
 
 def has_batch_norm(model: nn.Module) -> bool:
-    """True if any layer normalises over the batch."""
+    """Return True if any layer normalises over the batch."""
     return any(isinstance(m, _BatchNorm) for m in model.modules())
 
 
 def is_synchronised(model: nn.Module) -> bool:
-    """True if any layer of `model` uses the statistics of all replicas."""
+    """Return True if any layer of `model` uses the statistics of all replicas."""
     return any(isinstance(m, _Global) for m in model.modules())
 
 
@@ -75,9 +75,9 @@ class _Global(_Layer):
     """Mixin for batch-norm layers that uses the statistics of all replicas in training.
 
     Attributes:
-        dp: the replicas. A class attribute, so that copies of the model (such as an average of its weights) do not copy
-            connections.
-        plain: original class of the layer.
+        dp: group of the replicas. A class attribute, because copies of the model (such as averaged weights) must not
+            copy the group's connections.
+        plain: the layer's original class.
     """
 
     dp: ClassVar[Group]
@@ -102,7 +102,7 @@ def _refuse(name: str, layer: _BatchNorm) -> None:
     if isinstance(layer, nn.modules.lazy.LazyModuleMixin) and layer.has_uninitialized_params():
         raise PlanError(
             "plan.batch_norm_lazy",
-            'batch_norm: sync: "{name}" is a {class_name} without a first batch, so its size is not known. Give '
+            'batch_norm: sync: "{name}" is a {class_name} without a first batch, so its size is unknown. Give '
             "the number of channels, or run one batch through the model first.",
             name=name,
             class_name=cls.__name__,
@@ -132,7 +132,7 @@ def _computed(forward: Forward, dp: Group, *args: Any, **keywords: Any) -> Any:
         raise PlanError(
             "plan.batch_norm_own_code",
             "batch_norm: sync: {class_name} extends BatchNorm but computes without torch.nn.functional.batch_norm, "
-            "so its statistics stay those of a replica. Call that function in its forward method, or use "
+            "so each replica would keep its own statistics. Call this function in the layer's forward method, or use "
             "batch_norm: local.",
             class_name=getattr(layer, "__name__", "a layer"),
         )
@@ -143,7 +143,7 @@ class _OverReplicas(TorchFunctionMode):
     """Mode in which `torch.nn.functional.batch_norm` computes training statistics over all replicas.
 
     Attributes:
-        used: True if that function was called.
+        used: True if `torch.nn.functional.batch_norm` was called.
     """
 
     def __init__(self, dp: Group) -> None:
@@ -171,12 +171,14 @@ def _batch_norm(
 ) -> Tensor:
     """Compute `torch.nn.functional.batch_norm`, in training with the mean and variance of all replicas.
 
-    On CPUs, two differentiable all-reduces sum first values and counts, then squared deviations. The variance thus has
-    no cancellation error, and autograd derives the exact backward pass. On GPUs, torch's fused kernels are used.
+    On CPUs, a first differentiable all-reduce sums values and counts, and a second all-reduce sums squared deviations.
+    The variance therefore has no cancellation error, and autograd derives the exact backward pass. On GPUs, torch's
+    fused kernels are used.
     """
-    # only shapes are computed, which needs no communication
+    # only shapes are computed, so no communication is needed
     traced = input.is_meta or isinstance(input, torch._subclasses.FakeTensor)
-    single = input.numel() == input.shape[1]  # torch refuses one value per channel, but with other replicas it is valid
+    # torch refuses a single value per channel, which is valid if other replicas have values
+    single = input.numel() == input.shape[1]
     if not training or dp.size == 1 or (traced and not single):
         return F.batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
     if on_accelerator(input) and has_batch_norm_kernels(input.device):

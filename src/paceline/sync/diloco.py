@@ -1,7 +1,7 @@
-"""DiLoCo: replicas train independently for many steps, then an outer optimizer applies their mean change.
+"""DiLoCo: replicas train independently for many steps, and an outer optimizer applies their mean change.
 
 See Douillard et al., 2023 (arXiv:2311.08105). Streaming follows Douillard et al., 2025 (arXiv:2501.18512): the model is
-divided into fragments, which are sent in different steps while training continues.
+divided into fragments, which are sent in different steps during training.
 """
 
 from __future__ import annotations
@@ -28,21 +28,25 @@ _HALF = (torch.float16, torch.bfloat16)
 class DiLoCo(LocalRule):
     """Apply an outer optimizer to the replicas' mean pseudo-gradient every `period` steps.
 
-    The pseudo-gradient is the outer minus the local parameters. The outer optimizer, SGD with Nesterov momentum, uses
-    it as its gradient, and the replicas continue from the result. With `overlap`, a pseudo-gradient is sent while
-    training continues, and the result is applied that many steps later. The changes that a replica made in the meantime
-    are added to the new outer parameters. (The paper averages outer and local parameters instead. Without averaging, a
-    single replica with lr=1 and no momentum loses nothing.) Fragments are sent and applied in fixed steps, regardless
-    of the speed of the network, so runs are reproducible.
+    The pseudo-gradient is the outer parameters minus the local parameters. The outer optimizer is SGD with Nesterov
+    momentum. It uses the pseudo-gradient as its gradient, and the replicas continue from the result.
+
+    With `overlap`, a pseudo-gradient is sent while training continues, and the result is applied `overlap` steps later.
+    The changes that a replica made in the meantime are added to the new outer parameters. (The paper averages outer and
+    local parameters instead. Without this averaging, a single replica with lr=1 and no momentum trains exactly as
+    without DiLoCo.)
+
+    Fragments are sent and applied in fixed steps, regardless of the speed of the network, so runs are reproducible.
 
     Args:
-        period: number of steps between two exchanges of a parameter. Limits and defaults of all arguments are in
-            `planning/sync_info.py`.
+        period: number of steps between two exchanges of a parameter. See `planning/sync_info.py` for limits and
+            defaults of all arguments.
         fragments: number of groups of adjacent parameters into which the model is divided. Each group is sent in its
             own step of the period.
-        overlap: number of steps from sending a fragment to applying its result; less than `period`.
-        lr, momentum: learning rate and momentum of the outer optimizer.
-        compress: codec of the pseudo-gradients (see `paceline.sync.compress`), or none.
+        overlap: number of steps between the sending of a fragment and the use of its result; less than `period`.
+        lr: learning rate of the outer optimizer.
+        momentum: momentum of the outer optimizer.
+        compress: codec of the pseudo-gradients (see `paceline.sync.compress`), or `none`.
     """
 
     def __init__(self, period: int, *, fragments: int, overlap: int, lr: float, momentum: float, compress: str) -> None:
@@ -67,7 +71,7 @@ class DiLoCo(LocalRule):
         replica.log(f"sync=diloco: fragments of {', '.join(sizes)} bytes are sent every {self.period} steps{later}")
 
     def compressed(self, codec: str) -> SumCoder:
-        """Make the compressor of the pseudo-gradients."""
+        """Create the compressor of the pseudo-gradients."""
         from paceline.sync.compress import Compressor
 
         return Compressor(codec, self.group, self.replica.traffic)
@@ -101,7 +105,8 @@ class DiLoCo(LocalRule):
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the rule.
 
-        Transfers in flight are awaited first. Their results are saved, to be applied in the step in which they are due.
+        The method first waits for transfers in flight. Their results are saved, and are applied in the step in which
+        they are due.
         """
         self.wait()
         state: dict[str, Any] = {"alike": self.identical}
@@ -163,12 +168,13 @@ class DiLoCo(LocalRule):
 
 
 class Fragment:
-    """Group of adjacent parameters with its outer optimizer state, in one flat tensor per dtype.
+    """Group of adjacent parameters with outer optimizer state, in one flat tensor per dtype.
 
     Attributes:
         pseudo_gradients: outer minus local parameters at the snapshot; after the exchange, their sum over the replicas.
-        outer, momentum: parameters and momentum of the outer optimizer, in at least float32.
-        snapshot: local parameters when the fragment was sent, from which later local changes are computed.
+        outer: outer parameters, in at least float32.
+        momentum: momentum of the outer optimizer, in at least float32.
+        snapshot: local parameters at the time when the fragment was sent; later local changes are measured from them.
         due: step in which the pending result is applied; None if no result is pending.
     """
 
@@ -204,7 +210,7 @@ class Fragment:
     def step(self, lr: float, momentum: float, replicas: int) -> None:
         """Apply SGD with Nesterov momentum to the outer parameters.
 
-        The method is that of Sutskever et al., 2013, in the form of `torch.optim.SGD`.
+        The update is the Nesterov update of `torch.optim.SGD` (Sutskever et al., 2013).
         """
         for delta, outer, velocity in zip(self.pseudo_gradients, self.outer, self.momentum, strict=True):
             gradient = delta.values.div_(replicas)
@@ -212,12 +218,12 @@ class Fragment:
             outer.values.sub_(gradient.add_(velocity, alpha=momentum), alpha=lr)
 
     def start_over(self) -> None:
-        """Set the local parameters to the outer ones."""
+        """Set the local parameters to the outer parameters."""
         for outer in self.outer:
             outer.copy_out()
 
     def merge(self) -> None:
-        """Set the local parameters to the outer ones plus this replica's change since the snapshot."""
+        """Set the local parameters to the outer parameters plus this replica's change since the snapshot."""
         for outer, snapshot in zip(self.outer, self.snapshot, strict=True):
             torch.sub(outer.values, snapshot.values, out=snapshot.values)
             snapshot.add()
@@ -227,7 +233,7 @@ class Fragment:
         return self._named({"outer": [flat.values for flat in self.outer], "momentum": self.momentum})
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return the state of the fragment on this rank. Its transfer must have finished."""
+        """Return the fragment's state on this rank; the transfer must have finished."""
         if self.due is None:
             return self.outer_state()
         ways = {"way": self.pseudo_gradients, "left": self.snapshot}
@@ -238,7 +244,7 @@ class Fragment:
         return {f"{self.number}/{kind}/{i}": tensor for kind, some in kinds.items() for i, tensor in enumerate(some)}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Continue from `state`. If it lacks this fragment, start from the current parameters."""
+        """Restore a saved state; start from the current parameters if the state lacks this fragment."""
         due = state.get(f"{self.number}/due")
         self.due = None if due is None else int(due)
         for i, (outer, velocity) in enumerate(zip(self.outer, self.momentum, strict=True)):

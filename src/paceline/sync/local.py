@@ -18,10 +18,10 @@ from paceline.sync.rule import Reduction, Replica, SyncRule, broadcast_state, ri
 
 
 class LocalRule(SyncRule):
-    """Base class of rules that synchronize parameters in some steps only.
+    """Base class of rules that synchronize parameters only in some steps.
 
-    Each replica steps with its own gradients and keeps its own optimizer state. Batch-norm statistics are also local,
-    as under every rule. An evaluation averages them.
+    Each replica updates with its own gradients and keeps its own optimizer state. Batch-norm statistics are also local;
+    evaluations average them.
     """
 
     identical = True  # True if all replicas have the same parameters now; the same value on all ranks
@@ -41,7 +41,7 @@ class LocalRule(SyncRule):
         return algorithm_for(group, "auto")[0]
 
     def communicates_in(self, step: int) -> bool:
-        """True if the replicas communicate in a step, at least once per period.
+        """Return True if the replicas communicate in a step, at least once per period.
 
         In these steps, losses and votes are summed as well.
         """
@@ -56,9 +56,9 @@ class LocalRule(SyncRule):
 
     @contextmanager
     def shared_parameters(self) -> Iterator[None]:
-        """Within this context, every replica has the mean of the parameters of all replicas.
+        """Return a context in which every replica has the mean of the replicas' parameters.
 
-        The mean includes the changes since the last exchange. The context can be entered after any step.
+        The mean includes the changes since the last exchange. Callers may enter the context after any step.
         """
         self.wait()
         if self.identical:
@@ -67,7 +67,7 @@ class LocalRule(SyncRule):
         own = [p.detach().clone() for p in self.parameters]
         try:
             for same_dtype in by_dtype(self.parameters):
-                # writes through `data` do not change the version counter, by which undo detects a forward pass's writes
+                # writes through `data` do not change the version counter, by which undo detects writes in forward
                 held = [p.data for p in same_dtype]
                 flat = FlatParameters.of(held, torch.cat([p.reshape(-1) for p in held]))
                 self.sum(flat.values)
@@ -81,13 +81,14 @@ class LocalRule(SyncRule):
         """Wait until no exchange is in flight."""
 
     def outer_state(self) -> dict[str, Tensor]:
-        """Return the rule's state that is the same on all replicas, besides parameters. It is not copied."""
+        """Return the rule's state that all replicas share, besides parameters, without a copy."""
         return {}
 
     def go_on(self, outer: dict[str, Tensor]) -> None:
-        """Continue from an earlier `outer_state` with other replicas, whose parameters differ.
+        """Continue from an earlier `outer_state` with new replicas, whose parameters differ.
 
-        Transfers in flight are dropped. Their changes remain in the local parameters and are sent in the next exchange.
+        Transfers in flight are dropped. The dropped changes remain in the local parameters and are sent in the next
+        exchange.
         """
         self.identical = False
 
@@ -104,11 +105,11 @@ class LocalRule(SyncRule):
 
 @dataclass
 class FlatParameters:
-    """Parameters and a flat tensor, to and from which their values are copied.
+    """Parameters and a flat tensor for copies of their values.
 
     Attributes:
         values: the flat tensor.
-        views: views of `values`, one for each parameter and in its shape.
+        views: views of `values`, one per parameter, each in the parameter's shape.
     """
 
     parameters: list[Tensor]
@@ -117,7 +118,7 @@ class FlatParameters:
 
     @classmethod
     def of(cls, parameters: Sequence[Tensor], values: Tensor) -> FlatParameters:
-        """Assign `parameters`, in order, to parts of `values`, which has the same number of elements."""
+        """Assign each parameter, in order, a part of `values`, which has the same total size."""
         pieces = values.split([p.numel() for p in parameters])
         return cls(list(parameters), values, [piece.view(p.shape) for piece, p in zip(pieces, parameters, strict=True)])
 
@@ -138,7 +139,7 @@ class FlatParameters:
 
 
 def by_dtype(parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
-    """Group parameters by dtype, in order."""
+    """Group parameters by dtype, and keep their order."""
     found: dict[torch.dtype, list[nn.Parameter]] = {}
     for parameter in parameters:
         found.setdefault(parameter.dtype, []).append(parameter)
@@ -160,9 +161,10 @@ def cut(parameters: Sequence[nn.Parameter], count: int) -> list[list[nn.Paramete
 class LocalSGD(LocalRule):
     """Average the parameters over the replicas after every `period` optimizer steps.
 
-    The rule sums the parameters once per `period` steps, instead of the gradients in every step. The result differs
-    from synchronous SGD, so check convergence, not parity. Results are equal only with a period of 1, equal shares of
-    the batch, and an optimizer that is linear in the gradient and has no state (SGD without momentum).
+    The rule communicates once per `period` steps instead of in every step. The result differs from synchronous SGD, so
+    check convergence instead of equality.
+
+    The results are equal only with SGD without momentum, a period of 1, and equal shares of the batch.
     """
 
     def __init__(self, period: int) -> None:
@@ -186,7 +188,7 @@ class LocalSGD(LocalRule):
         for flat in self.flats:
             flat.copy_in()
             self.sum(flat.values)
-        # only after all sums have arrived, because the exchange may be aborted
+        # parameters change only after all sums have arrived, because the exchange may be aborted
         for flat in self.flats:
             flat.values.div_(self.replica.dp.size)
             flat.copy_out()

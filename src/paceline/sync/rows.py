@@ -1,6 +1,6 @@
-"""Sparse gradients: rows of embedding tables, summed on each rank and over replicas.
+"""Sparse gradients of embedding tables, summed on each rank and over replicas.
 
-A batch looks up few rows of a large table. The other rows have no gradient: they are neither sent nor updated.
+A batch looks up few rows of a large table. The other rows have no gradient, so they are neither sent nor updated.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from paceline.comm.process_group import added_up, rows_to_send, sum_of_rows
 
 
 def numbers_of(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
-    """Return tensors that hold every gradient once: dense gradients, and the values of sparse gradients.
+    """Return tensors that together contain every gradient once: dense tensors, and values of sparse ones.
 
-    Afterwards each sparse gradient has each row once and shares its values with these tensors.
+    Afterwards, each sparse gradient contains each row once and shares its values with the returned tensors.
     """
     numbers, tables = [], []
     for parameter in parameters:
@@ -37,11 +37,11 @@ def numbers_of(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
 def sum_rows(tables: Sequence[nn.Parameter], group: Group) -> list[Tensor]:
     """Replace the gradients of tables with their sums over the group.
 
-    A table that no replica used has no gradient afterwards. Every rank sends its rows, and adds the rows of all ranks
-    in rank order.
+    A table that no replica used has no gradient afterwards. Every rank sends its rows to all ranks, and adds the rows
+    of all ranks in rank order.
 
     Returns:
-        Tensors that hold every gradient once, as `numbers_of` returns them.
+        Tensors that together contain every gradient once, as from `numbers_of`.
     """
     kinds = _kinds(tables)
     own = [kind.added_up() for kind in kinds]
@@ -62,14 +62,14 @@ def sum_rows(tables: Sequence[nn.Parameter], group: Group) -> list[Tensor]:
 class _Kind:
     """Tables of the same width and dtype, treated as one table.
 
-    `starts` holds the first row of each table, and finally the number of all rows.
+    `starts` contains the first row of each table, followed by the total number of rows.
     """
 
     tables: list[nn.Parameter]
     starts: list[int]
 
     def added_up(self) -> Tensor:
-        """Sum this rank's rows into one sparse tensor that has each row once."""
+        """Sum this rank's rows into one sparse tensor that contains each row once."""
         found = [(t.grad, start) for t, start in zip(self.tables, self.starts, strict=False) if t.grad is not None]
         sparse = [g if _is_of_rows(g) else g.to_dense().to_sparse(1) for g, _ in found]
         like = self.tables[0]
@@ -82,11 +82,11 @@ class _Kind:
         return added_up(numbers[None], torch.cat([g._values() for g in sparse]), shape)
 
     def gathered(self, own: Tensor, counts: Sequence[int], group: Group) -> Tensor:
-        """Gather the rows of all ranks, and sum them."""
+        """Gather and sum the rows of all ranks."""
         return sum_of_rows(group.gather_rows(rows_to_send(own), counts), own) if any(counts) else own
 
     def hand_out(self, rows: Tensor) -> Tensor:
-        """Set each table's gradient; return the tensor that holds the values of all tables."""
+        """Set each table's gradient; return the tensor with the values of all tables."""
         numbers, values = rows._indices()[0], rows._values()
         cuts = torch.searchsorted(numbers, torch.tensor(self.starts)).tolist()
         counts = [last - first for first, last in pairwise(cuts)]

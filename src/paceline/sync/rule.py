@@ -1,6 +1,6 @@
-"""The protocol of a synchronisation rule, its view of a replica, and its start.
+"""The protocol of a synchronization rule, the data of a rule, and its start.
 
-All replicas begin with the first replica's values. Names, shapes and dtypes of parameters are compared first.
+All replicas begin with the first replica's values. Before that, names, shapes and dtypes of parameters are compared.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ class Reduction(NamedTuple):
     """Result of `SyncRule.after_backward`.
 
     Attributes:
-        gradients: tensors that hold every gradient of this rank once; flat buffers if the rule has them.
-        scalars: the engine's numbers, summed over the replicas if `everywhere`. This is the tensor that the rule
-            received, or one of the same length in the rule's buffer, to which the engine then writes the next step's
-            numbers.
-        everywhere: True if gradients (for a rule that sends them) and scalars are sums over all replicas.
+        gradients: tensors that together contain every gradient of this rank once; flat buffers if the rule uses them.
+        scalars: the engine's scalars, summed over the replicas if `everywhere` is True. This is the tensor that the
+            rule received, or a tensor of the same length in the rule's buffer. The engine writes the next step's
+            scalars to this tensor.
+        everywhere: True if the scalars, and the gradients if the rule sends gradients, are sums over all replicas.
     """
 
     gradients: list[Tensor]
@@ -44,9 +44,9 @@ class Traffic:
 
     Attributes:
         sent_bytes: bytes that the rule has sent.
-        plain_bytes: bytes of the same exchange uncompressed, by an all-reduce in the tensors' own dtype.
-        error_square: squared L2 norm of the compression error, before error feedback.
-        signal_square: squared L2 norm of the tensors before compression.
+        plain_bytes: bytes that an uncompressed all-reduce of the same tensors in their own dtype would send.
+        error_square: sum of the squared L2 norms of compression errors, before error feedback.
+        signal_square: sum of the squared L2 norms of the tensors before compression.
     """
 
     sent_bytes: int = 0
@@ -59,7 +59,7 @@ class Traffic:
         """Count the bytes that this rank sends over a group within this context.
 
         Args:
-            plain_bytes: see the class; by default the sent bytes, as for an exact sum.
+            plain_bytes: bytes that an uncompressed all-reduce would send; None means the bytes that are sent.
         """
         before = group.sent_bytes
         yield
@@ -75,7 +75,7 @@ class Traffic:
 
     @property
     def relative_error(self) -> float:
-        """L2 norm of the error, relative to the data; 0 without compression."""
+        """L2 norm of the compression error relative to the data; 0 without compression."""
         return (self.error_square / self.signal_square) ** 0.5 if self.signal_square > 0 else 0.0
 
 
@@ -91,13 +91,14 @@ _TOGETHER_BYTES = 25 * 2**20
 class BackwardPass:
     """Settings of the current backward pass.
 
-    The engine writes these settings, and hooks of a rule read them.
+    The engine writes these settings, and the gradient hooks of a rule read them.
 
     Attributes:
-        gradients: collected by the rule, kept in `.grad` until a later pass, or refused if the engine did not start the
-            pass.
+        gradients: `collected` by the rule, `kept` in `.grad` until a later pass, or `refused` if the engine did not
+            start the pass.
         last: True for the last pass before `after_backward` (gradient accumulation has several).
-        only: the parameters of the passes since the last reduction, identical on all ranks; None for any parameters.
+        only: the parameters that got gradients since the last reduction, identical on all ranks; None if any parameter
+            may get a gradient.
     """
 
     gradients: Literal["collected", "kept", "refused"] = "collected"
@@ -107,24 +108,24 @@ class BackwardPass:
 
 @dataclass(frozen=True)
 class Replica:
-    """A full copy of the model, from a rule's view on one rank.
+    """A full copy of the model, as a rule on one rank sees it.
 
     Attributes:
-        model: the module whose parameters and buffers this rank holds.
-        dp: the ranks that hold the same part of the other replicas.
-        scalar_count: length of the tensor of scalars that travels with the gradients.
-        parameters: this rank's parts of the parameters of a divided model. They are plain tensors, with gradients that
-            are complete only when `after_backward` is called. None for the model's own parameters, with gradients that
-            are complete as soon as the backward pass computes them.
-        inner: the ranks that share this replica; this rank alone if it holds the whole replica.
-        world: all ranks; `world.host` are those on this rank's host.
+        model: the module with this rank's parameters and buffers.
+        dp: this rank and the ranks of the other replicas that hold the same part of the model.
+        scalar_count: length of the tensor of scalars that is reduced together with the gradients.
+        parameters: this rank's parts of a divided model's parameters, as plain tensors. Their gradients are complete
+            only when `after_backward` is called. None means the model's own parameters, whose gradients are complete as
+            soon as the backward pass computes them.
+        inner: the ranks of this replica; only this rank if it holds the whole replica.
+        world: all ranks; `world.host` is the group of the ranks on this rank's host.
         extra: parameters and buffers outside of the model that are trained with it, such as those of a loss module.
-        owner: index of the optimizer that steps each parameter, if there are several. Buckets hold parameters of one
-            owner.
+        owner: index of each parameter's optimizer, if there are several optimizers. A bucket contains only parameters
+            of one optimizer.
         rows: tables with sparse gradients, for rules that support them (`SyncInfo.takes_rows`).
-        identical: True if the replicas already have the same parameters, so `broadcast_state` does not broadcast.
+        identical: True if the replicas already have the same parameters and `broadcast_state` need not broadcast them.
         backward: the current backward pass.
-        traffic: traffic of the rule so far, which the rule counts.
+        traffic: traffic counters, which the rule updates.
         log: function that adds a line to the run's record, such as the choice of an algorithm.
     """
 
@@ -150,14 +151,14 @@ class Replica:
         return [p for p in (*held, *extra) if p.requires_grad]
 
     def tensors(self) -> Iterator[Tensor]:
-        """Every parameter and buffer that this rank holds."""
+        """All parameters and buffers that this rank holds."""
         yield from self.model.parameters() if self.parameters is None else self.parameters
         yield from self.model.buffers()
         yield from self.extra
 
 
 def not_by_the_engine() -> SyncError:
-    """Make the error for a plain `loss.backward()`, whose gradients would not be reduced."""
+    """Return the error for a plain `loss.backward()`, whose gradients would not be reduced."""
     return SyncError(
         "loop.plain_backward",
         "loss.backward() computes only the gradients of this rank's samples, so the ranks would train "
@@ -167,30 +168,30 @@ def not_by_the_engine() -> SyncError:
 
 
 def acts_after_step(rule: SyncRule) -> bool:
-    """True if a rule overrides `after_step`."""
+    """Return True if a rule overrides `after_step`."""
     return getattr(rule.after_step, "__func__", None) is not SyncRule.after_step
 
 
 class SyncRule(Protocol):
     """A synchronization rule, which keeps replicas consistent.
 
-    There is one instance per rank, called by the engine, never by user code. A subclass must implement `attach` and
-    `after_backward`. The other methods do nothing by default.
+    Each rank has one instance. The engine calls the instance; user code never does. A subclass must implement `attach`
+    and `after_backward`. The other methods do nothing by default.
     """
 
     def attach(self, replica: Replica) -> None:
         """Broadcast the first replica's weights (`broadcast_state`), and register gradient hooks."""
 
     def after_backward(self, step: int, scalars: Tensor) -> Reduction:
-        """Replace local gradients by their sums over all replicas, and sum `scalars` with them.
+        """Replace local gradients with their sums over all replicas, and also sum `scalars`.
 
         Local gradients are scaled so that their sum is the gradient of the global batch. A rule whose replicas take
-        local steps does not change them.
+        local steps does not change the gradients.
 
         Args:
-            step: number of the current optimizer step, from 1.
-            scalars: the engine's numbers (loss, votes, times), 1-D and initially float64. Summing them here saves a
-                collective.
+            step: number of the current optimizer step, counted from 1.
+            scalars: the engine's scalars (loss, votes, times), 1-D and initially float64. Summing the scalars together
+                with the gradients saves a collective.
         """
         raise NotImplementedError
 
@@ -199,7 +200,7 @@ class SyncRule(Protocol):
         optimizer.step()
 
     def after_step(self, step: int) -> None:
-        """Replace local parameters with shared ones, for rules that average parameters.
+        """Replace local parameters with shared parameters, in rules that average parameters.
 
         `step` counts optimizer steps from 1.
         """
@@ -208,16 +209,16 @@ class SyncRule(Protocol):
     def shared_parameters(self) -> AbstractContextManager[None]:
         """Return a context in which every replica has the shared parameters.
 
-        Afterwards each replica has its own parameters again. Every rank must enter this context, for evaluation and
-        checkpoints. If replicas of a rule never differ, this has no effect.
+        After the context, each replica has its own parameters again. Every rank must enter this context for evaluations
+        and checkpoints. If the rule keeps replicas equal at every step, the context has no effect.
         """
         return nullcontext()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state for a resumed run: JSON values and tensors of this rank.
 
-        JSON values are the same on all ranks; tensors are error feedback or momentum. Tensors are restored only on the
-        same mesh. On another mesh, `load_state_dict` receives the JSON values only.
+        JSON values are the same on all ranks. Tensors are, for example, error feedback or momentum, and are restored
+        only on the same mesh. On another mesh, `load_state_dict` receives only the JSON values.
         """
         return {}
 
@@ -231,11 +232,11 @@ class SyncRule(Protocol):
 
 
 def broadcast_state(replica: Replica) -> None:
-    """Broadcast the first replica's weights and buffers. Every rule's `attach` calls this first.
+    """Broadcast the first replica's weights and buffers; every rule's `attach` calls this first.
 
     Raises:
-        SyncError: the replicas hold different parameters. The message names the first difference, with both ranks'
-            shape and dtype.
+        SyncError: the replicas have parameters of different names, shapes or dtypes. The message shows the first
+            difference.
     """
     if replica.dp.size == 1 or replica.identical:
         return
@@ -245,9 +246,9 @@ def broadcast_state(replica: Replica) -> None:
 
 
 def broadcast_tensors(group: Group, tensors: Iterable[Tensor], root: int) -> None:
-    """Replace tensors on every rank with those of rank `root`. Small tensors share a collective.
+    """Replace tensors on every rank with the tensors of rank `root`.
 
-    The tensors may be on another device than the group's.
+    Small tensors share a collective. The tensors may be on a different device than the group's device.
     """
     by_dtype: dict[torch.dtype, list[Tensor]] = {}
     for tensor in tensors:
@@ -270,7 +271,10 @@ def _descriptions(replica: Replica) -> list[str]:
 
 
 def _in_parts(tensors: list[Tensor]) -> Iterator[list[Tensor]]:
-    """Group neighbouring tensors by a few megabytes, to avoid a second copy of the model."""
+    """Yield groups of neighbouring tensors with a few megabytes each.
+
+    Small groups avoid a second copy of the model.
+    """
     part: list[Tensor] = []
     size = 0
     for tensor in tensors:
@@ -287,7 +291,7 @@ def build_rule(plan: Plan) -> SyncRule:
     """Build the rule that a plan names, not yet attached to a replica.
 
     Raises:
-        PlanError: another package's rule cannot be imported, or does not accept its arguments.
+        PlanError: a rule of another package cannot be imported, or does not accept its arguments.
     """
     spec = SyncSpec.parse(plan.sync)
     info, arguments = spec.info, dict(spec.arguments)
@@ -310,7 +314,7 @@ def build_rule(plan: Plan) -> SyncRule:
 def attach(rule: SyncRule, replica: Replica, plan: Plan) -> None:
     """Attach a replica to the rule of its plan.
 
-    The ranks compare every call of another package's rule before it starts.
+    If the rule comes from another package, the ranks compare every collective call before it starts.
 
     Raises:
         SyncError: the replicas hold different parameters.

@@ -1,4 +1,4 @@
-"""Gradient compression: codecs, sums of coded tensors with error feedback, and their choice."""
+"""Gradient compression: codecs, compressed sums with error feedback, and the automatic choice of a codec."""
 
 from paceline.sync.compress.choice import CodecChooser
 from paceline.sync.compress.codecs import Codec, Coding

@@ -22,14 +22,14 @@ class MessageCodec:
 
     Args:
         text: codec as in a plan's `compress=`: `int8`, `topk:0.01+bf16`.
-        numel: number of values in a tensor.
+        numel: number of values in each tensor.
         generator: random generator for rounding.
 
     Attributes:
         nbytes: size of an encoded tensor in bytes.
 
     Raises:
-        PlanError: the codec is unknown, or encodes only sums over ranks.
+        PlanError: the codec is unknown, or it supports only sums over ranks.
     """
 
     def __init__(self, text: str, numel: int, generator: torch.Generator) -> None:
@@ -38,7 +38,8 @@ class MessageCodec:
         if made is None or isinstance(made, CodedSum):
             raise PlanError(
                 "compress.code_of_sums",
-                "{text} compresses sums over ranks, but these numbers are sent without a sum. Use int8 or topk:0.01.",
+                "{text} compresses sums over ranks, but this message comes from one rank without a sum. Use int8 or "
+                "topk:0.01.",
                 text=text,
             )
         self._codec, self.numel = made, numel
@@ -67,7 +68,7 @@ class Feedback:
 
     Args:
         seed: seed of the random rounding.
-        traffic: counters of the compression error; None counts nothing.
+        traffic: counters to which compression errors are added; None disables the counters.
     """
 
     def __init__(self, text: str, *, seed: int = 0, traffic: Traffic | None = None) -> None:
@@ -79,10 +80,10 @@ class Feedback:
     def encode(self, name: str, flat: Tensor) -> Tensor | None:
         """Encode a flat tensor.
 
-        The result is None if encoding saves no bytes, or if a value is not finite.
+        The result is None if the encoded tensor would not be smaller, or if a value is not finite.
 
         Raises:
-            CheckpointError: the error restored from a checkpoint for this name has another length.
+            CheckpointError: the compression error that a checkpoint has for this name has another length.
         """
         codec = self._codecs.get(flat.numel())
         if codec is None:
@@ -95,7 +96,7 @@ class Feedback:
                 raise CheckpointError(
                     "compress.kept_size",
                     "the state of compress={text} for {name} has {kept} numbers, but the tensor has {here}. "
-                    "Continue with the plan that wrote it, or with compress=none.",
+                    "Continue with the plan that wrote the state, or with compress=none.",
                     text=self.text,
                     name=name,
                     kept=error.numel(),
@@ -124,9 +125,10 @@ class Feedback:
 
 
 def decoder(text: str) -> Callable[[Tensor, int], Tensor]:
-    """Make a function that decodes a codec's messages.
+    """Return a function that decodes a codec's messages.
 
-    The function converts bytes and a number of values to an fp32 tensor. It raises ServerRefused for invalid bytes.
+    The function takes the bytes and the number of values, and returns an fp32 tensor. It raises ServerRefused if the
+    number of bytes is wrong.
     """
     codecs: dict[int, MessageCodec] = {}
 

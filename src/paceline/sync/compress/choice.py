@@ -1,14 +1,15 @@
 """`compress=auto`: compress gradients only if that shortens the step.
 
-First, exact and compressed sums are timed alone. Then whole steps are timed with the codecs that save enough.
+First, exact and compressed sums are timed outside of training steps. Then whole steps are timed with each codec that
+saves enough time.
 
-Most clusters do not gain from compression: Agarwal et al., 2022, "On the Utility of Gradient Compression in Distributed
-Training Systems" (arXiv:2103.00543). Therefore a step uses a codec only if a gain is expected. Steps without a codec
-are exact.
+Most clusters do not benefit from compression (Agarwal et al., 2022, "On the Utility of Gradient Compression in
+Distributed Training Systems", arXiv:2103.00543). Therefore, a step uses a codec only if the codec is expected to save
+time. Steps without a codec are exact.
 
-`--plan auto` does not try compression. Its trials run only on the launcher's machine, and they keep the result of every
-step. Whether a codec pays depends on the network of the run, which only the ranks of the run can measure. This also
-holds under torchrun and in custom training loops.
+`--plan auto` does not try compression. Its trials run only on the launcher's machine, and none of them changes the
+result of a step. Only the ranks of a run can measure the run's network, which determines whether a codec saves time.
+The ranks also choose a codec under torchrun and in custom training loops.
 """
 
 from __future__ import annotations
@@ -32,9 +33,9 @@ from paceline.sync.rule import Traffic
 from paceline.units import percent, seconds
 
 Buckets = Sequence[tuple[Tensor, Sequence[Tensor]]]
-MARGIN = 0.05  # minimum gain: of a codec over no codec, and of a codec over a less lossy one
+MARGIN = 0.05  # minimum gain of a codec over no codec, and of a codec over a less lossy codec
 TRIALS = 2  # number of codecs to try
-_WARM_UP, _MEASURED = 2, 3  # steps without a codec, and with each candidate
+_WARM_UP, _MEASURED = 2, 3  # number of steps without a codec, and with each candidate
 # number of the model's values whose sums are timed; the time is assumed to be proportional to this number
 _SAMPLE = 2**20
 # maximum number of timed rounds; a round that takes this many seconds is the last
@@ -42,14 +43,15 @@ _ROUNDS, _LONG_S = 3, 0.5
 
 
 class CodecChooser:
-    """Choice of the codec, from a few timed steps without a codec and with candidates.
+    """Choice of the codec from a few timed steps with and without candidate codecs.
 
-    Every rank makes a chooser and calls `step_done` after each step. All ranks make the same choice, based on the times
-    of the slowest rank.
+    Every rank creates a chooser and calls `step_done` after each step. All ranks make the same choice, based on the
+    times of the slowest rank.
 
     Args:
         algorithm: all-reduce for uncompressed tensors.
-        buckets: tensors that are summed in a step, with the parameters' views of them, as for `Compressor.sum`.
+        buckets: pairs of a tensor that is summed in every step and the parameters' views of this tensor (see
+            `Compressor.sum`).
 
     Attributes:
         codec: codec of the next step; "none" at first.
@@ -72,7 +74,7 @@ class CodecChooser:
     def step_done(self) -> str:
         """Choose the codec for the next step.
 
-        Call it once per step, after the sums, because the time between two calls is taken as the step time.
+        Call this method once per step, after the sums, because the time between two calls counts as the step time.
         """
         if self.decided:
             return self.codec
@@ -89,7 +91,7 @@ class CodecChooser:
         return self.codec
 
     def decide(self, codec: str, reason: str) -> None:
-        """End the search with a codec. A resumed run passes its earlier decision."""
+        """End the search with a codec; a resumed run passes its earlier choice."""
         left_out = f". Left out: {'; '.join(self._left_out)}" if self._left_out else ""
         self.codec, self.decided, self.message = codec, True, f"compress=auto: {codec}. {reason}{left_out}"
 
@@ -112,7 +114,7 @@ class CodecChooser:
         return sorted(worth, key=lambda codec: self._coded_s[codec])[:TRIALS]
 
     def _best(self) -> str:
-        """Choose the least lossy codec that is about as fast as the fastest.
+        """Choose the least lossy codec that is about as fast as the fastest codec.
 
         The choice is "none" if the fastest codec does not shorten the step by `MARGIN`.
         """
@@ -136,8 +138,8 @@ class CodecChooser:
 def _candidates(group: Group) -> tuple[list[str], list[str]]:
     """Return the codecs to try, identical on every rank, and reasons for skipping others.
 
-    A broken package on one rank must not stop a run that does not name the package's codec. Every rank must call this
-    function.
+    A broken package on one rank must not stop a run if the plan does not name the package's codec. Every rank must call
+    this function.
     """
     texts, problems = auto_candidates()
     own = []
@@ -160,8 +162,8 @@ def measure_sums(
 ) -> tuple[float, dict[str, float]]:
     """Measure the seconds per step of exact sums, and of sums with each candidate codec.
 
-    The sums are of random tensors with the shapes of the first gradients. Codecs that do not support them are left out.
-    Every rank must call this function, and all ranks get the times of the slowest rank.
+    The summed tensors are random and have the shapes of the first gradients. Codecs that do not support these tensors
+    are left out. Every rank must call this function, and all ranks get the times of the slowest rank.
     """
     generator = torch.Generator(group.device).manual_seed(0)  # leaves the random state of training unchanged
     sample = []
@@ -197,9 +199,9 @@ def measure_sums(
 
 
 def _first(buckets: Buckets) -> list[tuple[Tensor, list[torch.Size]]]:
-    """Return each bucket's tensor and the shapes of its first gradients.
+    """Return each bucket's tensor and the shapes of the bucket's first gradients.
 
-    Together the shapes have about `_SAMPLE` values.
+    Together, the shapes have about `_SAMPLE` values.
     """
     found, left = [], _SAMPLE
     for flat, views in buckets:

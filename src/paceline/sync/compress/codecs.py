@@ -1,8 +1,8 @@
-"""The protocol of a codec (numbers to bytes) and the built-in codecs.
+"""The protocol of a codec, which converts numbers to bytes, and the built-in codecs.
 
-The number of bytes depends only on the count of the numbers.
+The number of bytes depends only on the count of the numbers, not on their values.
 
-To add one, write a class like `Cast` and describe it in a `paceline.planning.sync_info.CodecInfo`.
+To add a codec, write a class like `Cast` and describe it in a `paceline.planning.sync_info.CodecInfo`.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ from torch import Tensor
 from paceline.comm import Group
 from paceline.sync.rule import Traffic
 
-# numbers per slab: a codec's working memory then fits the processor's cache, which makes coding several times faster
+# numbers per slab; a codec's working memory then fits the processor's cache, and coding is several times faster
 _IN_CACHE = 2**18
-ALIGNMENT = 8  # alignment in bytes of a message's sections, so that they can be viewed as any dtype
+ALIGNMENT = 8  # alignment in bytes of a message's sections, which can then be viewed as any dtype
 
 
 class Codec(Protocol):
-    """Codec of rows of numbers.
+    """Codec for rows of numbers.
 
-    Every rank knows the length of a message in advance, and all ranks decode the same bytes to bit-equal values.
+    Every rank knows the length of a message in advance. All ranks decode the same bytes to bit-equal values.
 
     Attributes:
-        block: count of numbers that are encoded together. The length of a row is a multiple of it.
+        block: count of numbers that are encoded together; the length of every row is a multiple of `block`.
     """
 
     block: int
 
     def nbytes(self, numel: int) -> int:
-        """Return the encoded bytes of a row of `numel` numbers, a multiple of 8."""
+        """Return the size in bytes of an encoded row, a multiple of 8."""
         ...
 
     def encode(self, rows: Tensor, coded: Tensor) -> None:
@@ -45,15 +45,15 @@ class Codec(Protocol):
         ...
 
     def decode(self, coded: Tensor, rows: Tensor) -> None:
-        """Overwrite `rows` with the decoded values of `coded`. Shapes are as in `encode`."""
+        """Overwrite `rows` with the decoded values of `coded`; shapes are as in `encode`."""
         ...
 
 
 @runtime_checkable
 class CodedSum(Protocol):
-    """Sum of one tensor, for codecs that do more than convert numbers to bytes.
+    """Compressed sum of one tensor, for codecs that do more than convert numbers to bytes.
 
-    PowerSGD is one.
+    PowerSGD is such a codec.
 
     Attributes:
         numel: count of encoded numbers.
@@ -62,26 +62,29 @@ class CodedSum(Protocol):
     numel: int
 
     def sum(self, flat: Tensor, views: Sequence[Tensor]) -> None:
-        """Replace `flat` by its sum over the ranks; see `Compressor.sum`."""
+        """Replace `flat` with its sum over the ranks; see `Compressor.sum`."""
 
     def state_dict(self) -> dict[str, Tensor]:
-        """State of this rank, without the tensor's name; see `Compressor.state_dict`."""
+        """Return this rank's state without the tensor's name; see `Compressor.state_dict`."""
         ...
 
 
 @dataclass(frozen=True)
 class Coding:
-    """Context of a codec: the tensor that a rule sums in every step.
+    """Arguments of a codec's factory, for a tensor that a rule sums in every step.
 
-    A codec's factory takes it and returns a `Codec`, a `CodedSum`, or None if compression does not help.
+    The factory returns a `Codec`, a `CodedSum`, or None if compression does not help.
 
     Attributes:
-        value: argument after the colon in the plan, converted as described; None if the codec has no argument.
-        numbers: codec of the kept numbers, for a codec that keeps some of the numbers.
+        value: the codec's argument after the colon in the plan, converted to its type; None if the codec has no
+            argument.
+        numbers: second codec, which encodes the numbers that this codec keeps.
         generator: random generator of this rank, on the tensors' device.
-        group: the ranks that sum.
-        flat, views: the tensor and its coded parts, as for `Compressor.sum`.
-        traffic, scratch: byte counters, and temporary memory.
+        group: the ranks over which the tensor is summed.
+        flat: the tensor, see `Compressor.sum`.
+        views: the encoded parts of `flat`, see `Compressor.sum`.
+        traffic: byte counters.
+        scratch: temporary memory.
     """
 
     value: Any
@@ -95,9 +98,9 @@ class Coding:
 
 
 def section(coded: Tensor, start: int, count: int, dtype: torch.dtype) -> Tensor:
-    """View `count` numbers per row of `coded`, from byte `start` on.
+    """View `count` numbers per row of `coded`, starting at byte `start`.
 
-    `coded` is uint8 (k, bytes); the view has the shape (k, count).
+    `coded` is uint8 of shape (k, bytes). The view has shape (k, count).
     """
     return coded[:, start : start + count * dtype.itemsize].view(dtype)
 
@@ -108,7 +111,7 @@ def aligned(nbytes: int) -> int:
 
 
 def slabs(rows: Tensor, block: int) -> Iterator[slice]:
-    """Split `rows` (k, numel) into column ranges of whole blocks, as large as is fast."""
+    """Split `rows` of shape (k, numel) into ranges of columns that fit the cache."""
     k, numel = rows.shape
     width = max(1, _IN_CACHE // (k * block)) * block if rows.device.type == "cpu" else max(numel, 1)
     for start in range(0, numel, width):
@@ -116,13 +119,13 @@ def slabs(rows: Tensor, block: int) -> Iterator[slice]:
 
 
 def per_block(rows: Tensor, block: int) -> Tensor:
-    """View (k, numel) as (k, blocks, block)."""
+    """View a tensor of shape (k, numel) as (k, blocks, block)."""
     blocks: Tensor = rows.unflatten(1, (-1, block))
     return blocks
 
 
 class Scratch:
-    """Flat fp32 tensors by purpose, each of the largest requested size."""
+    """Temporary flat fp32 tensors by purpose, each of the largest requested size."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -135,7 +138,7 @@ class Scratch:
         return self.held[purpose][:numel]
 
     def filled(self, purpose: str, numel: int, numbers: Tensor) -> Tensor:
-        """Return memory for a purpose that holds `numbers` (any dtype), padded with zeros."""
+        """Return memory for a purpose, filled with `numbers` (any dtype) and padded with zeros."""
         memory = self.get(purpose, numel)
         memory[: len(numbers)].copy_(numbers)
         memory[len(numbers) :].zero_()
@@ -148,7 +151,7 @@ _FP16_MOST = torch.finfo(torch.float16).max
 class Cast:
     """Codec that casts numbers to another floating dtype, rounded to nearest.
 
-    Numbers outside of the range of fp16 become its largest number instead of infinity.
+    Numbers outside of the range of fp16 become the largest fp16 number instead of infinity.
     """
 
     block = 1
@@ -178,7 +181,8 @@ def bf16(coding: Coding) -> Cast:
     return Cast(torch.bfloat16)
 
 
-_LEAST = 2.0**-100  # a block of only smaller numbers counts as 0, since its inverse scale would overflow
+# if all numbers of a block are smaller, the block counts as 0, because its inverse scale would overflow
+_LEAST = 2.0**-100
 # rounding the scale to bf16 changes it by at most 2**-8, so the largest number still fits
 _ABOVE = 1 + 2.0**-7
 
@@ -238,7 +242,7 @@ class Quantise:
     def _sections(self, numel: int, coded: Tensor) -> tuple[Tensor, Tensor]:
         """View the scales and the numbers.
 
-        Numbers are int8, or two 4-bit numbers per byte, with the second half of a block in the high bits.
+        Numbers are int8, or two 4-bit numbers per byte. The high bits contain the second half of a block.
         """
         scales = section(coded, self._scales_at(numel), numel // self.block, torch.bfloat16)
         return scales, section(coded, 0, numel, torch.int8) if self.bits == 8 else coded[:, : numel // 2]
@@ -249,7 +253,7 @@ class Quantise:
     def _below_half(self, like: Tensor) -> Tensor:
         """Draw random numbers in (-1/2, 1/2), shaped `like`.
 
-        They have 8 bits each and are drawn 8 at a time, which is sufficient and much faster.
+        Each number has 8 random bits, which are sufficient, and 8 numbers are drawn at a time, which is much faster.
         """
         words = torch.empty(like.numel() // 8, dtype=torch.int64, device=like.device)
         words.random_(-(2**63), None, generator=self.generator)
@@ -269,10 +273,12 @@ def int4(coding: Coding) -> Quantise:
 class Sign:
     """One-bit codec: each number's sign, times its block's mean absolute value.
 
-    The scale of a block of 256 is bf16, which makes 1.0625 bits per number. Seide et al., 2014, "1-Bit Stochastic
-    Gradient Descent" (Interspeech). With error feedback it converges (Karimireddy et al., 2019, arXiv:1901.09847) if
-    the steps are small, because the large coding error is applied some steps late. A learning rate close to the limit
-    of uncompressed training diverges, especially with momentum.
+    Each block of 256 numbers has a bf16 scale, so a number takes 1.0625 bits (Seide et al., 2014, "1-Bit Stochastic
+    Gradient Descent", Interspeech).
+
+    With error feedback, training converges if the steps are small (Karimireddy et al., 2019, arXiv:1901.09847), because
+    the large coding error is applied some steps late. With a learning rate close to the limit of uncompressed training,
+    training diverges, especially with momentum.
     """
 
     block = 256
@@ -323,10 +329,10 @@ _LANES = 256  # the first search of a block uses 256 lanes of 16 numbers
 class TopK:
     """Codec that keeps the numbers furthest from 0 in each block of 4096.
 
-    At least one number is kept, and all others are decoded as 0 (Aji & Heafield, 2017, "Sparse Communication for
-    Distributed Gradient Descent", arXiv:1704.05021). Numbers are selected per block and not in the whole tensor, as in
-    Chen et al., 2020, "ScaleCom" (arXiv:2104.11125), so that an index takes 2 bytes and all messages have the same
-    length.
+    The codec keeps at least one number per block, and decodes all other numbers as 0 (Aji & Heafield, 2017, "Sparse
+    Communication for Distributed Gradient Descent", arXiv:1704.05021). Numbers are selected per block instead of per
+    tensor, as in Chen et al., 2020, "ScaleCom" (arXiv:2104.11125). Therefore an index takes 2 bytes, and all messages
+    have the same length.
 
     Args:
         share: fraction of numbers to keep, above 0 and at most 1.
@@ -366,10 +372,10 @@ class TopK:
         )
 
     def _largest(self, blocks: Tensor) -> Tensor:
-        """Find each block's indices of the largest numbers, shape (k, blocks, kept).
+        """Find the indices of the largest numbers of each block, shape (k, blocks, kept).
 
-        These numbers are in the `kept` lanes with the largest maxima, so on a CPU the slow search is limited to those
-        lanes. On a GPU the search is fast.
+        These numbers are in the `kept` lanes with the largest maxima. On a CPU, the slow search is therefore limited to
+        these lanes. On a GPU, the search is fast.
         """
         sizes = blocks.abs()
         if self.kept * 4 > _LANES or blocks.device.type != "cpu":

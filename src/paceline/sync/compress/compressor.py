@@ -24,15 +24,15 @@ _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class SumCoder(Protocol):
-    """Sums of encoded tensors, by collectives or by servers.
+    """Sums of encoded tensors, computed by collectives or by servers.
 
-    `messages` lists notable decisions, as text.
+    `messages` lists notable decisions as text.
     """
 
     messages: list[str]
 
     def sum(self, name: str, flat: Tensor, views: Sequence[Tensor]) -> None:
-        """Replace `flat` with its sum over the ranks; values after the views are summed exactly."""
+        """Replace `flat` with its sum over the ranks; values after `views` are summed exactly."""
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return this rank's error feedback and random state."""
@@ -47,32 +47,33 @@ class Compressor:
 
     The compression error is added to the next tensor of the same name (error feedback).
 
-    Tensors (or matrices, with PowerSGD) that the codec would not make smaller are summed exactly. Not thread-safe.
+    Tensors (or matrices, with PowerSGD) that the codec would not make smaller are summed exactly. A compressor is not
+    thread-safe.
 
     Args:
         codec: codec as in the plan, such as `int8`, `topk:0.01+bf16` or `powersgd:4`.
-        group: the ranks. Every rank makes the same calls in the same order.
-        traffic: byte counters, which every sum increases.
-        seed: seed of the random rounding. Each rank draws its own numbers.
+        group: the ranks over which tensors are summed. Every rank must make the same calls in the same order.
+        traffic: byte counters, to which every sum adds.
+        seed: seed of the random rounding. Each rank draws different random numbers.
 
     Attributes:
-        messages: notable decisions, as text.
+        messages: notable decisions as text.
     """
 
     def __init__(self, codec: str, group: Group, traffic: Traffic, *, seed: int = 0) -> None:
         self.text, self.group, self.traffic = codec, group, traffic
         self.messages: list[str] = []
-        CompressSpec.parse(codec)  # an unknown codec is refused here
+        CompressSpec.parse(codec)  # raises an error for an unknown codec
         self._generator = torch.Generator(group.device).manual_seed(seed * 2**20 + group.rank)
         self._scratch = Scratch(group.device)
         self._sums: dict[str, CodedSum] = {}
         self._loaded: dict[str, dict[str, Tensor]] = {}
 
     def sum(self, name: str, flat: Tensor, views: Sequence[Tensor]) -> None:
-        """Replace `flat` (1-D) by its sum over the group, bit-equal on all ranks.
+        """Replace `flat` (1-D) with its sum over the group, bit-equal on all ranks.
 
         Args:
-            name: key of the error feedback. A tensor must have the same name in every step.
+            name: key of the tensor's error feedback; a tensor must have the same name in every step.
             views: the parameters' views at the beginning of `flat`, in order. Values after the views (losses, votes)
                 are summed exactly.
 
@@ -81,7 +82,7 @@ class Compressor:
 
         Raises:
             PlanError: the codec does not support the dtype.
-            SyncError: a rank did not arrive, or the tensor of a name has changed its size.
+            SyncError: a rank did not arrive, or the tensor with this name had another size before.
         """
         if self.group.size == 1:
             return
@@ -115,7 +116,8 @@ class Compressor:
         """Restore what `state_dict` returned on this rank, for the same group size.
 
         Raises:
-            CheckpointError: the saved state of a tensor has another size; raised at the tensor's first sum.
+            CheckpointError: the saved state of a tensor has another size. The error is raised at the tensor's first
+                sum.
         """
         self._loaded = {}
         for key, tensor in state.items():
@@ -134,8 +136,8 @@ class Compressor:
         if {key: tensor.shape for key, tensor in loaded.items()} != {key: tensor.shape for key, tensor in own.items()}:
             raise CheckpointError(
                 "compress.kept_in_checkpoint",
-                'the state of compress={text} for "{name}" in the checkpoint does not fit: the shape is {saved} '
-                "there, and {here} here. Continue with the plan and the number of ranks that wrote it, or with "
+                'the state of compress={text} for "{name}" has shape {saved} in the checkpoint, but this run needs '
+                "shape {here}. Continue with the plan and the number of ranks of the checkpoint, or with "
                 "compress=none.",
                 text=self.text,
                 name=name,
@@ -146,7 +148,7 @@ class Compressor:
             tensor.copy_(loaded[key])
 
     def _sum_for(self, name: str, flat: Tensor, views: Sequence[Tensor]) -> CodedSum:
-        """Return a tensor's sum: encoded, or exact if encoding does not make it smaller."""
+        """Return a tensor's encoded sum, or its exact sum if encoding saves no bytes."""
         group, numel = self.group, sum(view.numel() for view in views)
         plain = _Plain(group, numel)
         if not views:
@@ -189,7 +191,8 @@ def made_codec(
 ) -> Codec | CodedSum | None:
     """Build the codec that a plan names, for one tensor.
 
-    A second codec encodes the numbers that the first codec keeps. For the arguments see `Coding`.
+    If the plan names two codecs, the second codec encodes the numbers that the first codec keeps. See `Coding` for the
+    arguments.
 
     Raises:
         PlanError: the codec is unknown or cannot be created.
@@ -230,10 +233,10 @@ def _sizes(tensors: dict[str, Tensor]) -> str:
 class Chunked:
     """Compressed sum of a tensor's first `numel` numbers, and exact sum of the others.
 
-    The `exact` others follow them.
+    The tensor ends with `exact` numbers that are summed exactly.
 
-    Between steps it holds one fp32 number per encoded number for this rank's coding errors, and 1/n of that for the
-    coding errors of the sum.
+    Between steps, the object keeps one fp32 number per encoded number for this rank's coding errors. On n ranks, it
+    keeps another 1/n as many numbers for the coding errors of the sum.
     """
 
     def __init__(self, group: Group, codec: Codec, numel: int, exact: int, traffic: Traffic, scratch: Scratch) -> None:
@@ -266,7 +269,10 @@ class Chunked:
 
 
 def square(numbers: Tensor) -> float:
-    """Return the squared L2 norm of a flat fp32 tensor, non-finite if any element is."""
+    """Return the squared L2 norm of a flat fp32 tensor.
+
+    The result is not finite if an element is not finite.
+    """
     total = float(torch.dot(numbers, numbers))
     if math.isfinite(total) or not bool(torch.isfinite(numbers).all()):
         return total
@@ -276,17 +282,20 @@ def square(numbers: Tensor) -> float:
 class TwoPhase:
     """Sum of an encoded and an exact part over ranks, in the same messages.
 
-    Each rank first sends every other rank the chunk that this other rank sums, and then the sum of its own chunk. The
-    total is 2 (n - 1) / n of the encoded size, in two round trips. All ranks decode the same bytes, so the results are
-    bit-equal. Chunks are added in fp32, in rank order.
+    Each rank sums one chunk. First, every rank sends each chunk to the rank that sums it. Then every rank sends the sum
+    of its chunk to all ranks.
+
+    On n ranks, each rank sends 2 (n - 1) / n of the encoded size, in two phases. All ranks decode the same bytes, so
+    the results are bit-equal. Chunks are added in fp32.
 
     Args:
-        coded, exact: number of encoded and of exact numbers.
+        coded: count of encoded numbers.
+        exact: count of numbers that are summed exactly.
 
     Attributes:
-        chunk: encoded numbers that one rank sums. The encoded part has shape (size, chunk), padded with zeros.
-        share: exact numbers that one rank sums.
-        numel: total of encoded numbers, with padding.
+        chunk: count of encoded numbers that one rank sums. The encoded part has shape (size, chunk), padded with zeros.
+        share: count of exact numbers that one rank sums.
+        numel: count of all encoded numbers, including the padding.
     """
 
     def __init__(self, group: Group, codec: Codec, coded: int, exact: int) -> None:
@@ -309,18 +318,19 @@ class TwoPhase:
         error: Tensor | None = None,
         sum_error: Tensor | None = None,
     ) -> bool:
-        """Sum `coded` (size, chunk) and `exact` (size, share), both fp32.
+        """Sum `coded`, shape (size, chunk), and `exact`, shape (size, share), both fp32.
 
-        `read` returns the sum of `coded`; the sum of `exact` is in place.
+        `exact` is replaced with its sum. Call `read` for the sum of `coded`.
 
         Args:
             finite: True if all of this rank's encoded numbers are finite.
-            error: shape of `coded`; set to this rank's coding error.
-            sum_error: (chunk,); added to this rank's sum, and set to the coding error of that sum.
+            error: output tensor for this rank's coding error, in the shape of `coded`.
+            sum_error: tensor of shape (chunk,), which is added to this rank's sum and then set to the sum's coding
+                error.
 
         Returns:
-            True if the encoded numbers and their sums are finite on all ranks. If not, `exact` is still correct, but
-                there is no sum to read, and the errors are unchanged.
+            True if the encoded numbers and their sums are finite on all ranks. If False, `exact` is still correct, but
+                `read` must not be called, and the errors are unchanged.
         """
         me = self.group.rank
         for part in (slice(0, me), slice(me + 1, None)):  # a rank's own chunk is not encoded
@@ -352,9 +362,9 @@ class TwoPhase:
         return True
 
     def read(self, sums: Tensor) -> None:
-        """Overwrite `sums` by the sums of the encoded numbers, bit-equal on every rank.
+        """Overwrite `sums` with the sums of the encoded numbers, bit-equal on every rank.
 
-        `sums` is 1-D of any floating dtype.
+        `sums` is 1-D and has any floating dtype.
         """
         for r, part in enumerate(sums.split(self.chunk)):
             if part.dtype is torch.float32 and len(part) == self.chunk:
@@ -371,7 +381,7 @@ class TwoPhase:
         return total
 
     def _decoded(self, message: Tensor) -> Tensor:
-        """Decode the numbers of one message. The result is valid until the next call."""
+        """Decode the numbers of one message; the result is valid until the next call."""
         self.codec.decode(message[: self._exact_at].view(1, -1), self._piece.view(1, -1))
         return self._piece
 
@@ -380,5 +390,5 @@ class TwoPhase:
 
 
 def chunk_size(codec: Codec, numel: int, ranks: int) -> int:
-    """Return the count of encoded numbers that one rank sums, in whole blocks."""
+    """Return the count of encoded numbers per rank, a multiple of the block size."""
     return -(-numel // (ranks * codec.block)) * codec.block

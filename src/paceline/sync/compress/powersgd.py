@@ -1,10 +1,10 @@
-"""Approximate sums of matrices by low-rank factors.
+"""Approximate sums of matrices with low-rank factors.
 
 PowerSGD (Vogels, Karimireddy & Jaggi, 2019, arXiv:1905.13727).
 
-Each sum takes one step of power iteration from the previous result: P = sum of M Q, orthonormalized; Q = sum of M^T P;
-the sum of M is then approximately P Q^T. The part of a rank's M outside of P's column space, and the coding errors of Q
-and of its sum, are added to the next M.
+Each sum takes one step of power iteration, which starts from the previous result. P is the orthonormalized sum of M Q,
+Q is the sum of M^T P, and the sum of M is approximately P Q^T. The part of a rank's M outside of P's column space is
+added to the next M. The coding errors of Q and of the sum of Q are also added to the next M.
 """
 
 from __future__ import annotations
@@ -20,19 +20,20 @@ from paceline.comm.checks import same_machines
 from paceline.sync.compress.codecs import Coding
 from paceline.sync.compress.compressor import TwoPhase, square
 
-# a matrix is factored if this at least halves its elements, as in PyTorch's PowerSGD; less does not justify the error
+# a matrix is factored only if the factors have at most half its elements, as in PyTorch's PowerSGD
 _GAIN = 2
 
 
 class PowerSGD:
-    """Sum of matrices by their low-rank factors (PowerSGD).
+    """Sum of matrices with low-rank factors (PowerSGD).
 
-    A step takes two sums of two phases each. The messages of P also sum vectors, small matrices and values after the
-    views exactly. A view of more than two dimensions counts as a matrix (dim 0, all others). One fp32 number per matrix
-    element is kept between steps.
+    A step takes two sums, each in two phases. The messages with P also contain vectors, small matrices and values after
+    the views, which are summed exactly. A view of more than two dimensions counts as a matrix whose columns combine all
+    dimensions but the first. One fp32 number per matrix element is kept between steps.
 
     Args:
-        coding: `coding.value` is the rank of the factors; `coding.numbers` codes the elements of P and Q.
+        coding: arguments of the codec; `value` is the rank of the factors, and `numbers` encodes the elements of P and
+            Q.
     """
 
     def __init__(self, coding: Coding) -> None:
@@ -75,7 +76,7 @@ class PowerSGD:
     def _sum_p(self, matrices: Tensor, flat: Tensor, views: Sequence[Tensor], *, finite: bool) -> Tensor | None:
         """Compute the orthonormal P of all matrices, equal on every rank.
 
-        None if something is not finite. Exact parts are summed in the same messages.
+        The result is None if a number is not finite. Exact parts are summed in the same messages.
         """
         p = self.scratch.filled("p", self.p_phases.numel, matrices[:0])
         for batch in self.batches:
@@ -100,9 +101,9 @@ class PowerSGD:
         return p
 
     def _sum_q(self, matrices: Tensor, p: Tensor) -> bool:
-        """Replace the matrices by P times the sum of Q, and keep the error.
+        """Replace each matrix with P times the sum of Q, and keep the error.
 
-        Returns False if something is not finite.
+        The result is False if a number is not finite.
         """
         q = self.scratch.filled("q", self.q_phases.numel, p[:0])
         for batch in self.batches:
@@ -132,16 +133,16 @@ class PowerSGD:
 
 
 def powersgd(coding: Coding) -> PowerSGD | None:
-    """Make `compress=powersgd:RANK`; None if no matrix is large enough to benefit."""
+    """Create the codec `powersgd:RANK`; return None if no matrix is large enough to benefit."""
     gains = any(factors(view.shape, coding.value) is not None for view in coding.views)
     return PowerSGD(coding) if gains else None
 
 
 @dataclass(frozen=True)
 class _Batch:
-    """Matrices of one shape, which are multiplied as a batch, and their offsets.
+    """Matrices of one shape and their offsets; the matrices are multiplied as a batch.
 
-    Factors are stored with their long side last, (rank, rows) and (rank, columns), which makes products several times
+    Factors have the shapes (rank, rows) and (rank, columns). With the long side last, products are several times
     faster.
     """
 
@@ -164,9 +165,9 @@ class _Batch:
 
 
 def factors(shape: Sequence[int], rank: int) -> tuple[int, int, int] | None:
-    """Return rows, columns and rank of a tensor's factors; None without a benefit.
+    """Return rows, columns and rank of a tensor's factors; None if factoring is useless.
 
-    The result is None for tensors that are not matrices, or are too small.
+    Tensors that are not matrices, or are too small, have no factors.
     """
     if len(shape) < 2 or 0 in shape:
         return None
