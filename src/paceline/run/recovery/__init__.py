@@ -1,4 +1,4 @@
-"""Recovery of runs whose ranks fail or lag: training through generations, states in memory, balance.
+"""Recovery of runs: training through generations, states in memory, and load balance.
 
 Read `run.py` first, then `kept.py` and `mirror.py`; for balance, `balance.py` and `recutting.py`.
 `elastic/membership.py` decides which ranks take part.

@@ -1,8 +1,8 @@
-"""Shares of the global batch that follow the measured speeds of the replicas (`balance=` of the plan).
+"""Shares of the global batch by the replicas' measured speeds (`balance=` of the plan).
 
-`Balancing` is the part in the loop. `Balance`, `FixedCost` and `BusyBlocks` decide with pure functions of the shares
-and busy times of past steps. All ranks know these numbers, so all reach the same decision without communication. The
-functions read no clock, and their sums do not depend on the processor (numpy's may).
+`Balancing` connects the training loop with `Balance`, `FixedCost` and `BusyBlocks`. These classes decide only from the
+shares and busy times of past steps. All ranks know these numbers, so all make the same decision without communication.
+No function reads a clock, and sums use `math.fsum`, because numpy's sums may depend on the processor.
 """
 
 from __future__ import annotations
@@ -25,32 +25,33 @@ from paceline.planning.limits import no_automatic_balance, no_balance
 from paceline.planning.plan import Plan
 from paceline.run.record.recorder import Events, StepInfo
 
-Floats = NDArray[np.float64]  # one value for each compared item
+Floats = NDArray[np.float64]  # one value per replica or pipeline rank
 
-WARM_UP = 5  # skipped steps at the start, because allocators and caches are slow
-BLOCK, BLOCK_S = 5, 0.5  # minimum steps and seconds of work in a block
-APART_S = 0.01  # minimum seconds of work between two examined steps, which limits the overhead for short steps
-BLOCKS = 3  # number of consecutive blocks in each of which a change must be worthwhile
+WARM_UP = 5  # first steps to skip, because allocators and caches are slow
+BLOCK, BLOCK_S = 5, 0.5  # minimum number of steps, and seconds of work, in a block
+APART_S = 0.01  # minimum seconds of work between two examined steps, to limit the overhead for short steps
+BLOCKS = 3  # number of consecutive blocks that must all show the gain of a change
 
-SETTLE = 2  # skipped steps after each change
-LEAST_GAIN, LEAST_GAIN_S = 0.04, 0.002  # minimum gain as a fraction of a step's time, and in seconds: less is noise
-FURTHER = 0.25  # fraction of `LEAST_GAIN` that is enough for further changes, and for a return to equal shares
-BACK_BLOCKS = 2  # number of blocks that are enough for a return to equal shares
-# number of blocks in a group, all of which must show the gain; larger groups find smaller gains in the noise
+SETTLE = 2  # steps to skip after each change
+# minimum gain, as a fraction of a step's time and in seconds; smaller gains are noise
+LEAST_GAIN, LEAST_GAIN_S = 0.04, 0.002
+FURTHER = 0.25  # fraction of the minimum gain that suffices for further changes, and for a return to equal shares
+BACK_BLOCKS = 2  # number of blocks that suffice for a return to equal shares
+# numbers of blocks per group; each group must show the gain, and larger groups reveal smaller gains
 EACH = (1, 2, 4)
 KEPT = BLOCKS * max(EACH)
-EVEN = 0.04  # fraction of the least time: equal shares are preferred if they cost at most this much more
-MOST = 2  # limit as a multiple of the equal share, for which memory was planned
-SLOW = 0.9  # fraction of the usual speed below which a replica is slow
-POSSIBLE = 9  # number of candidate fixed costs
+EVEN = 0.04  # equal shares are preferred if they are slower than the best shares by at most this fraction
+MOST = 2  # maximum share, as a multiple of the equal share, because memory is limited
+SLOW = 0.9  # a replica below this fraction of the usual speed is slow
+POSSIBLE = 9  # number of fixed costs to consider for a return
 
 # Fit of the fixed cost
-CHANGES = 8  # number of newest changes that count
-CANDIDATES = 65  # candidates from zero to the number of samples of an even share
-LEAST_ERROR = 0.01  # minimum relative error of a time, in addition to its measured scatter
-SURPRISE = 9.0  # squared errors: a replica with a larger deviation has changed its speed
-BELIEVED = 0.5  # fraction of an even share: larger fixed costs need evidence
-LIKELY = 4.0  # squared errors above the best fit, up to which a fixed cost is possible
+CHANGES = 8  # number of newest changes in the fit
+CANDIDATES = 65  # number of candidates, from zero to an even share of samples
+LEAST_ERROR = 0.01  # relative error that is added to a time's measured error
+SURPRISE = 9.0  # limit of a squared deviation in the fit; a larger one means that a replica's speed has changed
+BELIEVED = 0.5  # expected scale of the fixed cost, as a fraction of an even share; larger costs need evidence
+LIKELY = 4.0  # a fixed cost is possible if its squared error exceeds the best by at most this
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ class Move:
     Attributes:
         shares: samples of each data-parallel rank in a full batch.
         speeds: speed of each replica, relative to the usual speed.
-        slow: the slow replicas, and the first slow step of each.
+        slow: first slow step of each slow replica.
         gain: expected gain, as a fraction of the step's busy time.
     """
 
@@ -71,38 +72,38 @@ class Move:
 
 
 class Balance:
-    """Decisions about the shares of the data-parallel ranks.
+    """Decisions about the data-parallel ranks' shares of the batch.
 
-    A rank with n samples is busy for cost × (fixed + n) seconds. Each replica has its own cost. `fixed`, the cost of a
-    step without samples, is the same for all replicas and is learned from the effect of earlier changes. If a possible
-    fixed cost explains all differences, the replicas are considered equally fast.
+    In the model, a rank with n samples is busy for cost × (fixed + n) seconds. Each replica has its own `cost`. `fixed`
+    is the cost of a step without samples, in units of samples; it is equal on all replicas and learned from earlier
+    changes. If a possible `fixed` explains all differences, the replicas count as equally fast.
 
     Args:
-        base: shares of each data-parallel rank if all are equally fast; ranks of a replica are adjacent.
-        replicas: number of replicas, which divides the number of data-parallel ranks.
+        base: each data-parallel rank's share if all replicas are equally fast; a replica's ranks are adjacent.
+        replicas: number of replicas; a divisor of the number of data-parallel ranks.
         least: minimum number of samples of every data-parallel rank.
     """
 
     def __init__(self, base: Shares, replicas: int, least: int = 1) -> None:
         self.base, self.replicas = base, replicas
-        self._ranks = len(base) // replicas  # of each replica
+        self._ranks = len(base) // replicas  # number of data-parallel ranks per replica
         self._bounds = [(min(least, n), max(MOST * n, least)) for n in base]
         self._fixed = FixedCost(sum(base) / len(base))
         self._slow: dict[int, int] = {}
-        self._before: Times | None = None  # a change
+        self._before: Times | None = None  # times before the newest change
         self._shares = base
         self.forget()
 
     def forget(self) -> None:
-        """Restart the measurement, as after a pause or with other replicas."""
+        """Restart the measurement, for example after a rewind."""
         self._blocks, self._before = BusyBlocks(enough=BACK_BLOCKS, kept=KEPT), None
 
     def step(self, step: int, shares: Shares, busy_s: Sequence[float]) -> Move | None:
-        """Add a step with a full batch; return a change that is worthwhile.
+        """Add a step with a full batch; return a worthwhile change, or None.
 
         Args:
-            shares: shares of this step.
-            busy_s: busy seconds of the slowest rank of each replica.
+            shares: shares in this step.
+            busy_s: busy seconds of each replica's slowest rank.
         """
         if shares != self._shares:
             self._changed(shares)
@@ -126,12 +127,12 @@ class Balance:
         return Times(self._samples(self._shares), times, errors(rows, times))
 
     def _samples(self, shares: Shares) -> Floats:
-        """Return the samples of each replica's fullest rank, for which the others wait."""
+        """Return the largest number of samples on any rank of each replica."""
         most: Floats = np.asarray(shares, np.float64).reshape(-1, self._ranks).max(axis=1)
         return most
 
     def _back(self) -> Move | None:
-        """Return to equal shares if the newest blocks show that they are as good."""
+        """Return to equal shares if the newest blocks show that equal shares are as fast."""
         if self._shares == self.base:
             return None
         rows = self._blocks.newest(BACK_BLOCKS)
@@ -147,12 +148,12 @@ class Balance:
         return self._move(self.base, times, (BACK_BLOCKS, 1), least, fixed)
 
     def _further(self, each: int) -> Move | None:
-        """Return shares that are faster by more than noise, in groups of `each` blocks."""
+        """Return faster shares if each group of `each` blocks shows the gain."""
         rows, fixed, moved = self._blocks.newest(BLOCKS * each), self._fixed.best, self._shares != self.base
         times = medians(rows)
         part = FURTHER if moved else 1.0
         needed = max(part * LEAST_GAIN, 2 * error_of_slowest(rows, times)), part * LEAST_GAIN_S
-        # upper bound with divisible samples: usually there is nothing to gain
+        # first check an upper bound of the gain, which is usually too small
         if 1 - self._ideal_s(times, fixed) / times.max() < needed[0]:
             return None
         costs = self._costs(times, fixed).repeat(self._ranks).tolist()
@@ -162,10 +163,11 @@ class Balance:
     def _move(
         self, shares: Shares, times: Floats, window: tuple[int, int], needed: tuple[float, float], fixed: float
     ) -> Move | None:
-        """Return a change of shares that is worthwhile in each part of the newest times.
+        """Return a change to `shares` if every group of the newest blocks shows the gain.
 
         Args:
-            window: number of parts, and blocks of each.
+            window: number of groups, and number of blocks per group.
+            needed: minimum gain as a fraction, and in seconds.
         """
         gains = [self._gain(of_part, shares, fixed) for of_part in self._blocks.medians(*window)]
         if any(gain < needed[0] or gain_s < needed[1] for gain, gain_s in gains):
@@ -184,7 +186,7 @@ class Balance:
         return float((self._costs(times, fixed) * (fixed + self._samples(shares))).max())
 
     def _gain(self, times: Floats, shares: Shares, fixed: float) -> tuple[float, float]:
-        """Return the possible gain: fraction of the slowest replica's time, and seconds."""
+        """Return the predicted gain, as a fraction of the step's time and in seconds."""
         slowest_s = float(times.max())
         saved_s = slowest_s - self._busy_s(times, shares, fixed)
         return saved_s / slowest_s, saved_s
@@ -197,9 +199,9 @@ class Balance:
 
 
 def fastest(costs: Sequence[float], bounds: Sequence[tuple[int, int]], total: int, fixed: float) -> Shares:
-    """Return shares of `total` samples that minimize the time of the slowest rank.
+    """Divide `total` samples so that the slowest rank takes the least time.
 
-    A rank takes cost × (fixed + n) for n samples.
+    A rank takes cost × (fixed + n) seconds for n samples.
 
     Args:
         bounds: minimum and maximum number of samples of each rank.
@@ -216,7 +218,7 @@ def fastest(costs: Sequence[float], bounds: Sequence[tuple[int, int]], total: in
         middle = (low + high) / 2
         low, high = (middle, high) if sum(shares_in(middle)) <= total else (low, middle)
     shares = shares_in(low)
-    # each remaining sample goes to the rank that would finish first
+    # give each remaining sample to the rank that would finish first
     ready = [
         (cost * (fixed + n + 1), i)
         for i, (cost, n, (_, most)) in enumerate(zip(costs, shares, bounds, strict=True))
@@ -232,13 +234,13 @@ def fastest(costs: Sequence[float], bounds: Sequence[tuple[int, int]], total: in
 
 
 class Balancing:
-    """Distribution of global batches by the measured speeds of the replicas (`balance=` of the plan).
+    """Part of the loop that adapts the shares of batches to measured speeds (`balance=`).
 
-    All ranks know all busy times, so they make the same decision without communication. The global batches do not
+    All ranks know all busy times, so all make the same decision without communication. The global batches do not
     change, and gradients are weighted by samples.
 
     Attributes:
-        off: why shares do not change; "" if they follow the speeds.
+        off: reason why shares are fixed; "" if they follow the speeds.
     """
 
     def __init__(self, engine: RankEngine, job: Job, events: Events, epoch_steps: int) -> None:
@@ -248,17 +250,17 @@ class Balancing:
         assert isinstance(partition, Partition)
         self.partition, self.replicas = partition, engine.plan.dp
         self.base = partition.shares(0)
-        self._ranks = engine.plan.ranks // engine.plan.dp  # of each replica
+        self._ranks = engine.plan.ranks // engine.plan.dp  # number of ranks per replica
         self.balance = Balance(self.base, self.replicas, _least(self.base, engine.plan.microbatches))
-        self._last = 0  # step
-        self._slow: list[int] = []  # replicas
+        self._last = 0  # newest step
+        self._slow: list[int] = []  # slow replicas
 
     def after_step(self, info: StepInfo) -> None:
-        """Decide about the shares of coming steps."""
+        """Change the shares of coming steps if worthwhile."""
         step = info.result.step
         if self.off or len(info.busy_s) != self._ranks * self.replicas:
             return
-        if step <= self._last:  # after a rewind
+        if step <= self._last:  # the run has rewound
             self.balance.forget()
         self._last = step
         shares, newest = self._in_force(step), self.partition.changes.newest or self.base
@@ -268,7 +270,7 @@ class Balancing:
             self._move(move)
 
     def at_even_shares(self, info: StepInfo) -> Sequence[float]:
-        """Return busy seconds of every rank, scaled to even shares."""
+        """Return every rank's busy seconds, scaled to equal shares."""
         shares = self._in_force(info.result.step)
         if shares == self.base or not info.busy_s:
             return info.busy_s
@@ -279,9 +281,9 @@ class Balancing:
         return self.partition.changes.at(divmod(step - 1, self.epoch_steps)) or self.base
 
     def _by_replica(self, busy_s: Sequence[float]) -> list[float]:
-        """Return the time of the slowest rank of each replica.
+        """Return the busy time of each replica's slowest rank.
 
-        Ranks of a replica are adjacent.
+        A replica's ranks are adjacent.
         """
         return [max(busy_s[i : i + self._ranks]) for i in range(0, len(busy_s), self._ranks)]
 
@@ -318,7 +320,7 @@ class Balancing:
 
 
 def why_off(plan: Plan, job: Job) -> str:
-    """Return the reason why shares do not change; "" if they follow the speeds."""
+    """Return the reason why shares are fixed; "" if they follow the speeds."""
     if plan.balance == "off":
         return "the plan says balance=off."
     weighted = job.partition.weights is not None
@@ -331,14 +333,14 @@ def why_off(plan: Plan, job: Job) -> str:
 def _least(shares: Shares, microbatches: int) -> int:
     """Return the minimum number of samples of a data-parallel rank.
 
-    It is two for each microbatch if there were two, because batch norm needs them.
+    Microbatches of at least two samples keep two, because batch norm needs two.
     """
     return microbatches * (2 if min(shares) >= 2 * microbatches else 1)
 
 
 @dataclass(frozen=True)
 class Times:
-    """Samples and busy times of the replicas, and the relative errors of the times."""
+    """Samples, busy times, and relative errors of the times, by replica."""
 
     samples: Floats
     busy_s: Floats
@@ -346,20 +348,19 @@ class Times:
 
 
 class FixedCost:
-    """Cost of a step apart from samples, learned from changes of the shares.
+    """Estimate of a step's fixed cost, learned from changes of the shares.
 
-    A replica with n samples takes cost × (fixed + n). If a replica's cost does not change with its share, two times
-    give `fixed`. But the replica may have changed its speed as well, and noise can hide small changes. So all changes
-    count, each weighted by its error, and the influence of each is limited.
-
-    The unit is samples.
+    A replica with n samples takes cost × (fixed + n) seconds. `fixed` is measured in samples. If a replica's speed is
+    constant, its times before and after a change of its share determine `fixed`. But the speed may have changed as
+    well, and noise hides small changes. The fit therefore uses several changes, weighted by their errors, and limits
+    the influence of each.
 
     Args:
-        most: largest fixed cost to expect: the samples of an even share.
+        most: largest expected fixed cost: the number of samples in an even share.
 
     Attributes:
-        best: the best fit; 0 before the first change.
-        low, high: the range that fits nearly as well.
+        best: best fit; 0 before the first change.
+        low, high: range of values that fit nearly as well.
     """
 
     def __init__(self, most: float) -> None:
@@ -368,7 +369,7 @@ class FixedCost:
         self._fit()
 
     def learn(self, before: Times, after: Times) -> None:
-        """Learn from a change of shares."""
+        """Update the estimate with the times before and after a change."""
         self._changes.append((before, after))
         self._fit()
 
@@ -383,9 +384,9 @@ class FixedCost:
         self.best, self.low, self.high = self._candidates[errors.index(least)], near[0], near[-1]
 
     def _error(self, i: int) -> float:
-        """Return the squared errors of a candidate.
+        """Return the sum of squared errors of a candidate.
 
-        They measure the difference between predicted and measured times after the changes.
+        The errors are the differences between predicted and measured times after changes.
         """
         fixed, most = self._candidates[i], self._candidates[-1]
         found = [(fixed / (BELIEVED * most)) ** 2]
@@ -394,19 +395,19 @@ class FixedCost:
             variance = before.error**2 + after.error**2 + 2 * LEAST_ERROR**2
             squares = (after.busy_s / expected - 1) ** 2 / variance
             found += np.minimum(squares, SURPRISE).tolist()
-        return math.fsum(found)  # which is equal on all processors; numpy's sum may differ
+        return math.fsum(found)  # equal on all processors, unlike numpy's sum
 
 
 class BusyBlocks:
-    """The newest blocks of steps, each with the busy times of all compared items.
+    """Busy times of the newest steps, in blocks.
 
-    Decisions need several consecutive blocks. On a shared machine each rank is sometimes slow for a moment, so a single
-    block may be noise.
+    Decisions need several consecutive blocks. On a shared machine, each rank is sometimes slow for a moment, so a
+    single block may be noise.
 
     Args:
-        left_out: steps before the first one that counts.
+        left_out: number of first steps to skip.
         enough: minimum number of blocks for a decision.
-        kept: number of newest blocks to keep.
+        kept: maximum number of blocks to keep.
     """
 
     def __init__(self, left_out: int = WARM_UP, enough: int = BLOCKS, kept: int = BLOCKS) -> None:
@@ -416,7 +417,7 @@ class BusyBlocks:
         self._first, self._worked_s, self._apart_s, self._left_out = 0, 0.0, 0.0, left_out
 
     def add(self, step: int, busy_s: Sequence[float]) -> bool:
-        """Add a step; return True if it ends a block and there are enough blocks."""
+        """Add a step; return True if it completes a block and there are enough blocks."""
         if self._left_out > 0:
             self._left_out -= 1
             return False
@@ -442,28 +443,29 @@ class BusyBlocks:
         return self._blocks[-blocks][0]
 
     def newest(self, blocks: int = BLOCKS) -> list[Floats]:
-        """Return the times of all steps in the newest `blocks` blocks."""
+        """Return the busy times of all steps in the newest `blocks` blocks."""
         return [row for _, rows in list(self._blocks)[-blocks:] for row in rows]
 
     def medians(self, count: int = BLOCKS, each: int = 1) -> list[Floats]:
-        """Return median times of the newest `count` groups of `each` blocks."""
+        """Return the median times of the newest `count` groups of `each` blocks."""
         blocks = [rows for _, rows in self._blocks][-count * each :]
         return [medians([row for rows in blocks[at : at + each] for row in rows]) for at in range(0, len(blocks), each)]
 
 
 def medians(rows: Sequence[Floats]) -> Floats:
-    """Return the median times over steps."""
+    """Return the median over steps of each item's time."""
     found: Floats = np.median(rows, axis=0)
     return found
 
 
 def errors(rows: Sequence[Floats], times: Floats) -> Floats:
-    """Return the standard errors of the medians, relative to them; `times` are the medians."""
-    # 1.4826: standard deviation per median absolute deviation; 1.2533: error of a median per error of a mean
+    """Return the relative standard errors of `times`, the medians of `rows`."""
+    # 1.4826 converts a median absolute deviation to a standard deviation; 1.2533 converts the standard error of a mean
+    # to that of a median
     found: Floats = 1.4826 * 1.2533 * medians([abs(row - times) for row in rows]) / times / math.sqrt(len(rows))
     return found
 
 
 def error_of_slowest(rows: Sequence[Floats], times: Floats) -> float:
-    """Return the relative standard error of the slowest item's median; `times` are the medians."""
+    """Return the relative standard error of the largest of `times`."""
     return float(errors(rows, times)[int(times.argmax())])

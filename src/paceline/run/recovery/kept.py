@@ -1,4 +1,4 @@
-"""State that a process keeps between generations, and its handover."""
+"""State that a process keeps between generations, and sends to ranks without it."""
 
 from __future__ import annotations
 
@@ -31,61 +31,67 @@ Tell = Callable[[str, dict[str, Any]], None]
 
 
 class Kept:
-    """State of one rank between two generations.
+    """State that one rank keeps between two generations.
 
-    `KeptModel` keeps a whole model, `KeptPart` a part of a divided model. `Mirror` also keeps copies of other ranks'
-    parts, for plans in which no other replica holds them.
+    `KeptModel` keeps a whole model, and `KeptPart` keeps a part of a divided model. `Mirror` also keeps a copy of
+    another rank's part, for plans in which no other replica has this part.
 
     Attributes:
-        undo: undoes an interrupted step.
-        ready: True if the next step can complete without other ranks (see `StepBoundary.ready`).
-        needs_all: True if the states of the other ranks are useless without the state of a lost rank.
+        undo: copy of the state that undoes an interrupted step.
+        ready: True if this rank can complete the interrupted step without other ranks (see `StepBoundary.ready`).
+        needs_all: True if the run cannot continue from kept states without the state of a lost rank.
     """
 
     undo: StepUndo
     ready = needs_all = False
 
     def engine(self, job: Job, plan: Plan, data: DataSets, group: Group, *, begins: bool) -> RankEngine:
-        """Make a generation's engine, on all its ranks; `begins`: with the job's weights."""
+        """Build a generation's engine; all its ranks call this.
+
+        If the run `begins`, the model has the job's initial weights.
+        """
         raise NotImplementedError
 
     def start(self, group: Group, saved: int) -> Start | None:
-        """Choose where to start from kept copies, if any; `saved`: newest checkpoint's step, or -1."""
+        """Choose a start from kept copies, if any.
+
+        `saved` is the step of the newest checkpoint, or -1.
+        """
         return None
 
     def restore(self, engine: RankEngine, group: Group, start: Start) -> None:
-        """Give the engine the state from which the ranks continue; all ranks call this."""
+        """Restore the engine's state at the start; all ranks call this."""
         raise NotImplementedError
 
     def begin(self, engine: RankEngine, group: Group, tell: Tell) -> None:
-        """Begin a generation, once the engine has the state; `tell` writes an event."""
+        """Begin a generation, after `restore`; `tell` writes an event."""
 
     def at_boundary(self, engine: RankEngine, boundary: Callable[[], StepBoundary]) -> None:
-        """Remember the state between two steps."""
+        """Remember the state at a step boundary, to undo the next step."""
         self.undo.remember(engine.step_count)
 
     def broken_off(self, engine: RankEngine) -> None:
-        """Record that a step was interrupted, before anything of its groups is closed."""
+        """Handle an interrupted step, before the generation's groups are closed."""
 
     def keep(self, engine: RankEngine) -> None:
         """Keep the engine's state at the newest step boundary."""
         self.undo.undo(engine.step_count)
 
     def end(self) -> None:
-        """End the generation, and close everything that `begin` opened."""
+        """End the generation, and release what `begin` opened."""
 
 
 class KeptModel(Kept):
-    """Model and optimizer of a rank that holds the whole model; they keep their memory."""
+    """Whole model and optimizer of a rank, kept in place."""
 
     def __init__(self) -> None:
         self._model: nn.Module | None = None
         self.optimizer: torch.optim.Optimizer | None = None
-        # outer state of replicas that take local steps
+        # outer state of the sync rule, if replicas take local steps
         self._outer: dict[str, Tensor] = {}
 
     def build(self, job: Job, plan: Plan) -> nn.Module:
-        """Build the model now, on a rank that no other rank waits for yet."""
+        """Build the model early, before other ranks wait for this rank."""
         self._model = model = cast("nn.Module", built(job, plan))
         self.undo = StepUndo(model)
         return model
@@ -94,7 +100,7 @@ class KeptModel(Kept):
         if self._model is None and begins:
             engine = begin_engine(job, plan, data, group, lambda: self.build(job, plan))
         else:
-            # a module may be falsy: one with `__len__` is, if its length is 0
+            # compare with None: a module with `__len__` and length 0 is falsy
             model = self.build(job, plan) if self._model is None else self._model
             optimizer = None if begins else self.optimizer
             engine = build_engine(job, plan, model, data, group, optimizer, goes_on=not begins)
@@ -102,7 +108,10 @@ class KeptModel(Kept):
         return engine
 
     def restore(self, engine: RankEngine, group: Group, start: Start) -> None:
-        """See `Kept.restore`. Replicas with a local rule keep their own parameters and share one outer state."""
+        """See `Kept.restore`.
+
+        With a local rule, replicas keep their own parameters, and take the outer state from one rank.
+        """
         source = start.holders_of_part(group.rank, group.size)[0]
         if isinstance(engine.rule, LocalRule):
             engine.rule.go_on(self._outer)
@@ -121,9 +130,9 @@ class KeptModel(Kept):
 
 @dataclass
 class _Reduced:
-    """Step that was interrupted when its gradients were known.
+    """Step that was interrupted after the reduction of its gradients.
 
-    It holds the gradients and the state after the forward pass.
+    It has the gradients, and the state after the forward pass.
     """
 
     gradients: dict[str, Tensor]
@@ -132,10 +141,10 @@ class _Reduced:
 
 
 class KeptPart(Kept):
-    """State of a rank that holds a part of the model.
+    """Copied state of a rank that holds a part of the model.
 
-    The state is copied, and the model is divided again in each generation, because FSDP2's units, meshes and pipeline
-    schedules keep references to their groups. Models are built without memory, and only this rank's part is allocated.
+    Each generation divides the model again, because FSDP2's units, meshes and pipeline schedules keep references to
+    their groups. Models are built on the meta device, and only this rank's part is allocated.
     """
 
     def __init__(self) -> None:
@@ -156,7 +165,10 @@ class KeptPart(Kept):
         return engine
 
     def restore(self, engine: RankEngine, group: Group, start: Start) -> None:
-        """See `Kept.restore`. Each part comes from a rank that holds the same part."""
+        """See `Kept.restore`.
+
+        A rank without state gets its part from a rank with the same part.
+        """
         assert engine.split is not None
         if group.rank in start.ready:
             self._finish(engine, start.boundary)
@@ -167,7 +179,7 @@ class KeptPart(Kept):
             source = start.holders_of_part(group.rank, group.size)[0]
             hand_over(engine, engine.split.mesh.group("dp"), source, behind)
         if group.rank // start.replica_size in {rank // start.replica_size for rank in start.behind}:
-            # ranks that compute the same samples use the same random numbers
+            # seed the whole replica: ranks that compute the same samples use the same random numbers
             draw_anew(engine)
         self.state = self._reduced = None
 
@@ -188,7 +200,7 @@ class KeptPart(Kept):
         assert self._reduced is not None
         assert boundary.outcome is not None
         outcome, reduced = Outcome(**boundary.outcome), self._reduced
-        if not outcome.updated:  # otherwise buffers are those before the forward pass
+        if not outcome.updated:  # a skipped update also restores the buffers before the forward pass
             buffers = {name: value for name, value in self.state.tensors.items() if name.startswith("buffer/")}
             reduced.state.tensors |= buffers
         _put(reduced.state, engine)
@@ -198,9 +210,9 @@ class KeptPart(Kept):
 
 
 def _put(state: RankState, engine: RankEngine) -> None:
-    """Restore the state of an engine that had other replicas.
+    """Restore a state from a generation with other replicas.
 
-    Shares of the batch and the rule's state start again.
+    The shares of the batch and the sync rule's state are reset.
     """
     state.values |= {"loader": engine.loader.state_dict(), "rule": {}}
     for name in [name for name in state.tensors if name.startswith("sync/")]:
@@ -209,20 +221,20 @@ def _put(state: RankState, engine: RankEngine) -> None:
 
 
 def common_start(group: Group, own: StepBoundary, replica_size: int) -> Start:
-    """Choose the start for all ranks of the group.
+    """Choose the start of all ranks of the group.
 
-    A rank may have completed a step that was interrupted on others. They then take over its result, so no step is taken
-    twice. Links between hosts that an earlier generation measured are not measured again.
+    If a rank has completed a step that was interrupted on other ranks, the other ranks take over its result. So no step
+    is taken twice. Measurements of links between hosts are reused from an earlier generation.
     """
     told = group.gather_json([asdict(own), group.links and asdict(group.links)])
-    # a new rank has no measurements: all ranks choose their algorithms by the same numbers
+    # all ranks must choose algorithms from the same measurements, but a new rank has none
     links = next((links for _, links in told if links), None)
     group.links = links and replace(msgspec.convert(links, GroupLinks), hosts=group.hosts)
     return newest_of([StepBoundary(**boundary) for boundary, _ in told], replica_size)
 
 
 def hand_over(engine: RankEngine, group: Group, source: int, behind: Collection[int]) -> None:
-    """Send the state of rank `source` to ranks behind it; all ranks call this.
+    """Send the state of rank `source` to the ranks in `behind`; all ranks call this.
 
     The receivers then seed their own random numbers.
     """
@@ -237,27 +249,27 @@ def hand_over(engine: RankEngine, group: Group, source: int, behind: Collection[
 
 
 def draw_anew(engine: RankEngine) -> None:
-    """Seed random numbers by this rank's position in the data and the step."""
+    """Seed random numbers from the seed, the data-parallel rank and the step."""
     seed_all(engine.settings.seed * 1_000_003 + 1 + engine.data_group.rank + 7919 * (engine.step_count + 1))
 
 
-_NONE = -2  # not a step number: no step follows it
+_NONE = -2  # stands for no step: `_NONE + 1` is not a step number either
 
 
 class StepUndo:
-    """Copy of the state that forward passes change, taken before each step on CPUs.
+    """Copy of the state that forward passes change, taken before each step.
 
-    The state consists of buffers, random states, and untrained parameters that a step writes, such as those of a
-    momentum encoder. The first step shows which parameters are written; from then on they are copied, too.
+    The state consists of buffers, CPU random states, and untrained parameters that a step writes, such as those of a
+    momentum encoder. The first step shows which parameters are written; later steps copy these as well.
 
     Attributes:
-        written: the untrained parameters that a step writes.
+        written: untrained parameters that a step writes.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        # forward may write them in place, or replace them
+        # where buffers are stored: the forward pass may write a buffer in place, or replace it
         self._places = [(m._buffers, name) for m in model.modules() for name in m._buffers]
-        # rows of embeddings with `max_norm` are renormalized equally when the step is repeated
+        # exclude embeddings with `max_norm`: a repeated step renormalizes the same rows again
         tables = {module.weight for module in model.modules() if has_max_norm(module)}
         self._parameters = {name: p for name, p in model.named_parameters() if p not in tables}
         self.written: dict[str, Tensor] = {}
@@ -269,7 +281,7 @@ class StepUndo:
         self._random: tuple[Tensor, Any, Any]
 
     def remember(self, step: int) -> None:
-        """Record the state after `step`, before the next batch is read."""
+        """Copy the state after `step`, before the next batch is read."""
         if step == self._step + 1:
             changed = self._changed()
             self.written |= {name: p for name, p in changed.items() if not p.requires_grad}
@@ -284,7 +296,7 @@ class StepUndo:
         self._random = torch.get_rng_state(), random.getstate(), np.random.get_state()
 
     def undo(self, step: int) -> None:
-        """Restore the state after `step`, after an interrupted next step.
+        """Restore the state after `step`, if the next step was interrupted.
 
         Raises:
             JobError: the interrupted step changed a parameter of which no copy was kept.
@@ -312,7 +324,7 @@ def _cannot_undo(name: str, step: int) -> JobError:
     error = JobError(
         "recovery.step_not_repeatable",
         "a rank was lost in step {step}, and the others cannot repeat the step: the model's forward pass has already "
-        "written parameter {name!r}. The run continues from its newest checkpoint (--restarts 1, or --resume).",
+        "changed parameter {name!r}. The run continues from its newest checkpoint (--restarts 1, or --resume).",
         step=step,
         name=name,
     )

@@ -1,4 +1,4 @@
-"""Copies of a rank's state in its own memory, and in a peer's."""
+"""Copies of a rank's state, in its own memory and in a peer's memory."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from paceline.run.record.recorder import StepInfo
 from paceline.run.recovery.kept import KeptPart, Tell
 from paceline.state.rank_state import RankState, state_bytes
 
-Moment = tuple[int, int]  # number of optimizer steps taken, and number of new pipeline cuts
+Moment = tuple[int, int]  # (number of optimizer steps, number of changes of the pipeline cut)
 
 
 @dataclass
 class Copy:
-    """State of one rank at a step boundary, in one contiguous memory block.
+    """Copy of a rank's state at a step boundary, in one contiguous memory block.
 
-    `boundary` is a `StepBoundary` as JSON.
+    `boundary` has the fields of a `StepBoundary`.
     """
 
     rank: int
@@ -42,36 +42,36 @@ class Copy:
 
     @property
     def header(self) -> dict[str, Any]:
-        """Return everything except the memory, as JSON."""
+        """Description of the copy as JSON values, without its memory."""
         return {"rank": self.rank, "boundary": self.boundary, "state": self.state.header}
 
     @classmethod
     def to_receive(cls, header: dict[str, Any], reuse: Copy | None) -> Copy:
-        """Allocate memory for the copy that a header describes."""
+        """Create an empty copy as `header` describes; `reuse` lends its memory."""
         memory = None if reuse is None else reuse.memory
         return cls(header["rank"], header["boundary"], RankState.empty(header["state"], memory))
 
     @property
     def memory(self) -> Tensor:
-        """Return the memory of the state."""
+        """Memory block of the state."""
         assert self.state.memory is not None
         return self.state.memory
 
     @property
     def moment(self) -> Moment:
-        """Return the numbers of steps and cuts of the run before the copy was taken."""
+        """Numbers of steps and cuts before the copy."""
         return _moment(self.boundary)
 
 
 class Mirror(KeptPart):
     """Copies of this rank's state and of another rank's state.
 
-    All ranks copy their states at the same step boundaries and send them during the next steps. Two versions are kept,
-    so one is always whole when a rank is lost; together they take the memory of four states. If a machine has too
-    little free memory, no rank keeps copies.
+    All ranks copy their states at the same step boundaries, and send the copies during the next steps. Each rank keeps
+    two versions of both states, so one version is always complete when a rank is lost. If a machine has too little free
+    memory, no rank keeps copies.
 
     Args:
-        every_steps: steps between two copies; None limits their cost to `STATE_SHARE` of the time.
+        every_steps: number of steps between two copies; None limits the copies' cost to `STATE_SHARE` of the time.
     """
 
     needs_all = True
@@ -80,16 +80,16 @@ class Mirror(KeptPart):
         super().__init__()
         self.every_steps = every_steps
         self._own: list[Copy] = []
-        self._held: list[Copy] = []  # of another rank
+        self._held: list[Copy] = []  # copies of another rank's state
         self._coming: tuple[Pending, Pending, Copy] | None = None
         self._reached = -1
         self._group: Group | None = None
         self._off = False
 
     def start(self, group: Group, saved: int) -> Start | None:
-        """Start from the newest step with copies of every part, unless a checkpoint is newer.
+        """Choose the newest step of which the ranks have copies of all parts.
 
-        All ranks of the group call this.
+        Returns None if there is no such step, or if a checkpoint is newer. All ranks of the group call this.
         """
         labels = [[copy.rank, copy.boundary] for copy in (*self._held, *self._own)]
         told = group.gather_json({"saved": saved, "reached": self._reached, "copies": labels})
@@ -121,7 +121,7 @@ class Mirror(KeptPart):
         self._reached = -1
 
     def begin(self, engine: RankEngine, group: Group, tell: Tell) -> None:
-        """Begin a generation. All ranks of the group call this."""
+        """Begin a generation; all ranks of the group call this."""
         self._coming = None
         self._engine, self._group, self._tell = engine, group.copy(), tell
         self._next, self._newest, self._cost_s, self._ended = 0, -1, math.inf, 0.0
@@ -131,12 +131,12 @@ class Mirror(KeptPart):
     def at_boundary(self, engine: RankEngine, boundary: Callable[[], StepBoundary]) -> None:
         """Copy the state between two steps, if due."""
         step = engine.step_count
-        if self._newest < 0:  # not before the first step, whose memory use must be known
+        if self._newest < 0:  # the first copy follows the first step, whose memory use must be known
             self._newest, self._next, self._ended = step, step + 1, time.perf_counter()
         if self._off or self._newest <= step < self._next:
             return
         now = boundary()
-        if now.acted < step:  # a checkpoint or an evaluation follows
+        if now.acted < step:  # a checkpoint or an evaluation will still follow this step
             return
         engine.on_phase("checkpoint", step)
         self._take(step, now)
@@ -148,11 +148,11 @@ class Mirror(KeptPart):
         began = time.perf_counter()
         step_s = (began - self._ended) / max(step - self._newest, 1)
         self._settle()
-        if step < self._newest:  # after a rewind, older copies may contain the cause of the rewind
+        if step < self._newest:  # the run has rewound, and older copies may contain the cause
             self._own, self._held = [], []
         if math.isinf(self._cost_s) and self._finds_no_room(self._group):
             return
-        # all ranks have the newer version, so no rank needs the older one
+        # all ranks have the newest version, so the older version can be overwritten
         cost = max(self._group.gather_json(COPY_TRAFFIC * self._cost_s / max(step_s, 1e-6)))
         reuse = self._own.pop(0).state if len(self._own) > 1 else None
         state = RankState.of(self._engine).copied(reuse, in_one_piece=True)
@@ -163,10 +163,7 @@ class Mirror(KeptPart):
         self._cost_s = self._ended - began
 
     def _finds_no_room(self, group: Group) -> bool:
-        """Release all copies if a machine has too little memory for them.
-
-        Either all ranks do, or none.
-        """
+        """Release all copies on all ranks if a machine has too little memory for them."""
         taken = sum(len(copy.memory) for copy in (*self._own, *self._held))
         found = lack(group, max(STATE_COPIES * state_bytes(self._engine) - taken, 0))
         if found is not None:
@@ -177,13 +174,13 @@ class Mirror(KeptPart):
     def broken_off(self, engine: RankEngine) -> None:
         self._reached = max(self._reached, engine.step_count)
         if self._coming is not None and all(work.is_completed() for work in self._coming[0].works):
-            with suppress(Exception):  # the transfer ended because its sender is gone
+            with suppress(Exception):  # the transfer may have failed because its sender is gone
                 self._coming[0].wait()
                 self._held.append(self._coming[2])
         self._coming = None
 
     def keep(self, engine: RankEngine) -> None:
-        """Keep the existing copies."""
+        """Do nothing: the existing copies are enough."""
 
     def end(self) -> None:
         group, self._group = self._group, None
@@ -214,10 +211,9 @@ def _moment(boundary: Mapping[str, Any]) -> Moment:
 
 
 def partners(rank: int, hosts: Sequence[int], size: int) -> tuple[int, int]:
-    """Return the rank that gets a rank's copy, and the rank that sends it one.
+    """Return the rank that gets this rank's copy, and the rank that sends a copy.
 
-    The partners are on other hosts if possible: in host order, their distance is the number of ranks on the largest
-    host.
+    Both are on other hosts if possible. In host order, their distance is the number of ranks on the largest host.
     """
     of = hosts if len(hosts) == size else [0] * size
     order, most = sorted(range(size), key=lambda r: (of[r], r)), max(of.count(host) for host in of)
@@ -225,21 +221,24 @@ def partners(rank: int, hosts: Sequence[int], size: int) -> tuple[int, int]:
     return order[(place + apart) % size], order[place - apart]
 
 
-FEWEST, MOST = 10, 1000  # maximum number of steps between two states
+FEWEST, MOST = 10, 1000  # limits of the number of steps between two states
 
 
 def steps_between(cost: float, fewest: int = FEWEST) -> int:
-    """Return the steps between states of `cost` steps each, to take at most `STATE_SHARE`."""
+    """Return the number of steps between states that take `cost` steps each.
+
+    The states then take at most `STATE_SHARE` of the time.
+    """
     return min(max(math.ceil(cost / STATE_SHARE), fewest), MOST)
 
 
 class LastGood:
-    """Newest good state of this rank, and the return to it.
+    """Copy of this rank's newest good state, for rewinds.
 
-    All ranks take states after the same steps. The interval depends on the cost of the last state on the slowest rank.
+    All ranks copy their states after the same steps. The interval depends on the slowest rank's last copy.
 
     Args:
-        every_steps: steps between two states; None limits their cost to `STATE_SHARE`.
+        every_steps: number of steps between two copies; None limits the copies' cost to `STATE_SHARE` of the time.
     """
 
     def __init__(self, engine: RankEngine, group: Group, every_steps: int | None) -> None:
@@ -247,10 +246,10 @@ class LastGood:
         self.state: RankState | None = None
         self._next = 0
         self._step_s: list[float] = []
-        self._untried = False  # there was no good step since the newest rewind
+        self._untried = False  # whether no good step has followed the newest rewind
 
     def after_step(self, info: StepInfo, values: Callable[[], dict[str, Any]]) -> bool:
-        """Record a step, and take a state if due; return True if it did."""
+        """Record a step; return True if the state was due and has been copied."""
         if info.result.problem is not None:
             return False
         self._untried = False
@@ -262,29 +261,29 @@ class LastGood:
         return True
 
     def take(self, values: dict[str, Any]) -> None:
-        """Take a state now; every rank calls it."""
+        """Copy the state now; every rank calls this."""
         began = time.perf_counter()
         self.state = RankState.of(self.engine, values).copied(self.state)
         self._next = self.state.step + (self.every_steps or self._worth_it(time.perf_counter() - began))
         self._step_s.clear()
 
     def newest(self, since: int) -> RankState | None:
-        """Return the state to go back to: of step `since` or later.
+        """Return the newest good state from step `since` or later, or None.
 
-        A state from which the very next step failed again is not good and is dropped.
+        If the first step after a rewind fails again, the state is not good and is dropped.
         """
         if self._untried:
             self.state, self._next = None, 0
         return self.state if self.state is not None and self.state.step >= since else None
 
     def restore(self, state: RankState) -> dict[str, Any]:
-        """Restore a state; return the loop's values."""
+        """Restore a state; return the loop's values in it."""
         self._untried = True
         self._step_s.clear()
         return state.restore(self.engine)
 
     def _worth_it(self, copy_s: float) -> int:
-        """Return the steps after which another state is affordable, equal on all ranks."""
+        """Return the number of steps to the next copy; equal on all ranks."""
         step_s = statistics.median(self._step_s) if self._step_s else math.inf
         cost: float = max(copy / max(step, 1e-6) for copy, step in self.group.gather_json([copy_s, step_s]))
         return steps_between(cost)
@@ -292,14 +291,14 @@ class LastGood:
 
 @dataclass(frozen=True)
 class Need:
-    """Memory that a rank needs, and the memory of its machine.
+    """Memory that a rank needs, and free memory of its machine.
 
     Attributes:
-        machine: the same for all ranks of one machine, also on emulated hosts and in containers.
-        wanted_bytes: bytes needed in addition to the rank's peak so far.
-        own_bytes: bytes in use by the rank, without shared memory.
+        machine: identifier of the machine; equal on its emulated hosts and in its containers.
+        wanted_bytes: bytes that the rank needs in addition to its current use.
+        own_bytes: bytes that the rank uses now, without shared memory.
         free_bytes: free bytes of the machine.
-        limit_bytes: limit of the rank's control group; None without a limit.
+        limit_bytes: memory limit of the rank's control group; None without a limit.
     """
 
     machine: str
@@ -310,9 +309,9 @@ class Need:
 
     @classmethod
     def of_this_rank(cls, wanted_bytes: int) -> Need:
-        """Return the need of this rank.
+        """Measure the need of this rank.
 
-        Memory that the rank will use again in its next step is not free.
+        The need includes memory up to the rank's peak, which its next step will use again.
         """
         memory, most_bytes = psutil.Process().memory_info(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         machine = ""
@@ -328,9 +327,9 @@ class Need:
 
 
 def lack(group: Group, wanted_bytes: int) -> tuple[int, int] | None:
-    """Return the bytes that the ranks of a machine need, and its free bytes.
+    """Return the needed and free bytes of a machine with too little memory.
 
-    Return None if all machines have enough. All ranks of the group call this.
+    Returns None if all machines have enough. All ranks of the group call this.
     """
     return lack_of([Need(**told) for told in group.gather_json(asdict(Need.of_this_rank(wanted_bytes)))])
 

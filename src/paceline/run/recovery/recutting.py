@@ -1,4 +1,4 @@
-"""New cuts of a run's pipelines whose stages differ in time."""
+"""New cuts of pipelines whose stages differ in compute time."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ from paceline.run.recovery.balance import BusyBlocks, Floats, error_of_slowest, 
 
 
 class Recutting:
-    """Moves of pipeline stages that gain more than they cost (`balance=auto`).
+    """Part of the loop that changes the pipeline cut if worthwhile (`balance=auto`).
 
-    All ranks know all times, so they make the same decision. If a cut is worthwhile, a checkpoint is requested. Once
-    the checkpoint is whole, the loop ends, and another one begins from it with the new cut.
+    All ranks know all times, so all make the same decision. If a new cut is worthwhile, a checkpoint is requested. When
+    the checkpoint is complete, the loop ends, and another loop continues from it with the new cut.
 
     Attributes:
-        on: whether stages follow the measured times; set by callers that can begin another loop.
-        cut: cut with which the run will continue, as `Plan.cut`; "" before the decision.
-        recuts: number of earlier changes.
-        built_s: seconds that it took to build the engine.
+        on: whether the cut may change; set by callers that can begin another loop.
+        cut: cut with which the run continues, in the form of `Plan.cut`; "" before the decision.
+        recuts: number of earlier changes of the cut.
+        built_s: seconds that building the engine took.
     """
 
     def __init__(self, engine: RankEngine, checkpoints: Checkpoints, events: Events, total_steps: int | None) -> None:
         self.engine, self.checkpoints, self.events, self.total_steps = engine, checkpoints, events, total_steps
         self.on, self.cut, self.recuts, self.built_s = False, "", 0, 0.0
-        self._last = 0  # step
+        self._last = 0  # newest step
         self._wanted: Recut | None = None
         self._places = pipeline_ranks(engine.plan)
         self._segments: tuple[list[str], list[float]] | None = None
@@ -44,11 +44,11 @@ class Recutting:
             self.stages = Stages(Pipe(plan.pp, pipeline.stage_ranks, plan.schedule, plan.microbatches))
 
     def after_step(self, info: StepInfo) -> None:
-        """Decide about other cuts, after a step and its checkpoint."""
+        """Decide about a new cut, after a step and its checkpoint."""
         if not self.on or len(info.busy_s) != len(self._places):
             return
         step = info.result.step
-        if step <= self._last:  # after a rewind
+        if step <= self._last:  # the run has rewound
             self.stages.forget()
         self._last = step
         if self.stages.step(step, self._by_place(info.busy_s)):
@@ -57,16 +57,16 @@ class Recutting:
             self._end(self._wanted, step)
 
     def _by_place(self, busy_s: Sequence[float]) -> list[float]:
-        """Return the time of the slowest rank at each position in the pipelines."""
+        """Return the busy time of the slowest rank at each pipeline position."""
         return [
             max(s for s, place in zip(busy_s, self._places, strict=True) if place == wanted)
             for wanted in range(self.engine.plan.pp)
         ]
 
     def _better(self, step: int) -> Recut | None:
-        """Return a cut whose gain exceeds its cost; all ranks call this together."""
+        """Return a cut whose gain exceeds its cost, or None; all ranks call this."""
         if self._segments is None:
-            self.engine.on_phase("checkpoint", step)  # the search may take longer than the parts of a step
+            self.engine.on_phase("checkpoint", step)  # the search may take longer than a step, so report another phase
             self._segments = self.pipeline.segments()
             self.engine.meter.restart()
         names, costs = self._segments
@@ -78,7 +78,7 @@ class Recutting:
         return found if worth(found.gain_s, step, self.total_steps, cost_s, self.recuts) else None
 
     def _end(self, recut: Recut, step: int) -> None:
-        """End the loop if this step has a whole checkpoint; otherwise request one."""
+        """End the loop if this step has a complete checkpoint; otherwise request one."""
         saving, group = self.checkpoints.saving, self.engine.group
         if saving.at != step:
             if group.rank == 0:
@@ -88,7 +88,7 @@ class Recutting:
         saving.settle()
         self.engine.meter.mark(CHECKPOINT)
         if not all(group.gather_json(self.checkpoints.writer.completed == step)):
-            self._wanted = None  # until a later block, because it could not be written
+            self._wanted = None  # the checkpoint could not be written, so decide again after a later block
             return
         assert self._segments is not None
         names, _ = self._segments
@@ -111,10 +111,9 @@ class Recutting:
 
 
 def follows_times(plan: Plan) -> bool:
-    """Return True if a plan's stages follow their measured times.
+    """Return True if a plan's pipeline cut may follow measured times.
 
-    Stages are fixed if the plan names them, if code is compiled for them, or if ranks have their own state, which
-    cannot move.
+    The cut is fixed if the plan names it, if code is compiled for it, or if the sync rule keeps state on each rank.
     """
     follows = plan.balance == "auto" and not plan.cut and plan.compile == "off"
     return plan.pp > 1 and follows and not plan.inexact
@@ -127,16 +126,16 @@ def _lengths(names: Sequence[str], cut: Sequence[str]) -> tuple[int, ...] | None
     return tuple(last - first for first, last in pairwise(ends))
 
 
-UNEVEN = 1.1  # multiple of the mean of the stages; smaller differences are ignored
+UNEVEN = 1.1  # a rank's time is uneven above this multiple of the mean
 LEAST_GAIN = 0.05  # minimum gain as a fraction of a step's time
-MOST = 2  # limit as a multiple of an even part of the model, for which memory was planned
+MOST = 2  # maximum size of a stage, as a multiple of an even part of the model, because memory is limited
 
-Lengths = tuple[int, ...]  # segments of each stage
+Lengths = tuple[int, ...]  # number of segments of each stage
 
 
 @dataclass(frozen=True)
 class Pipe:
-    """A pipeline of `ranks` ranks: the schedule, and the rank of each stage."""
+    """Pipeline of `ranks` ranks: its schedule, and the rank of each stage."""
 
     ranks: int
     stage_ranks: Sequence[int]
@@ -144,19 +143,19 @@ class Pipe:
     microbatches: int
 
     def per_rank(self, costs: Sequence[float], lengths: Lengths) -> Floats:
-        """Return the total cost of the segments of each rank."""
+        """Return the total cost of each rank's segments."""
         found = np.zeros(self.ranks)
         for rank, cost in zip(self.stage_ranks, self.per_stage(costs, lengths), strict=True):
             found[rank] += cost
         return found
 
     def per_stage(self, costs: Sequence[float], lengths: Lengths) -> list[float]:
-        """Return the total cost of the segments of each stage."""
+        """Return the total cost of each stage's segments."""
         ends = [0, *itertools.accumulate(lengths)]
         return [sum(costs[first:last]) for first, last in itertools.pairwise(ends)]
 
     def step_s(self, busy_s: Floats) -> float:
-        """Return the time of a step: the slowest rank's, plus filling and draining the pipeline."""
+        """Return a step's time: the slowest rank's time, plus filling and draining the pipeline."""
         chunks = self.microbatches * len(self.stage_ranks) // self.ranks
         return float(busy_s.max() + (busy_s.sum() - busy_s.max()) / chunks)
 
@@ -166,9 +165,12 @@ class Recut:
     """A better cut of a pipeline.
 
     Attributes:
-        lengths: segments of each stage.
-        gain_s: expected seconds saved per step; `gain`: the same as a fraction of the step.
-        slow: the slowest rank of the pipeline, its first slow step, and its share of the total time.
+        lengths: number of segments of each stage.
+        gain_s: expected gain per step in seconds.
+        gain: expected gain as a fraction of the step time.
+        slow: slowest rank of the pipeline.
+        since_step: first step in which this rank was slow.
+        share: this rank's share of the total compute time.
     """
 
     lengths: Lengths
@@ -180,7 +182,7 @@ class Recut:
 
 
 class Stages:
-    """Compute times of a pipeline's ranks, and better cuts."""
+    """Measured compute times of a pipeline's ranks, and better cuts."""
 
     def __init__(self, pipe: Pipe) -> None:
         self.pipe = pipe
@@ -188,14 +190,14 @@ class Stages:
         self.forget()
 
     def forget(self) -> None:
-        """Restart the measurement, as after a pause."""
+        """Restart the measurement, for example after a rewind."""
         self._blocks = BusyBlocks()
 
     def step(self, step: int, busy_s: Sequence[float]) -> bool:
-        """Add a step; return True if it ends a block and all blocks are uneven.
+        """Add a step; return True if it completes a block and all blocks are uneven.
 
         Args:
-            busy_s: busy seconds of each rank of the pipeline; for several ranks of a stage, the slowest.
+            busy_s: busy seconds of each pipeline position's slowest rank.
         """
         if not self._blocks.add(step, busy_s):
             return False
@@ -209,13 +211,13 @@ class Stages:
         return True
 
     def better(self, costs: Sequence[float], lengths: Lengths) -> Recut | None:
-        """Return a cut that is better by more than noise, if there is one.
+        """Return a cut that is better by more than noise, or None.
 
         The prediction assumes that a rank's time is proportional to the cost of its segments.
 
         Args:
-            costs: cost of the segments in order; the model can be cut between them.
-            lengths: segments of each stage now.
+            costs: cost of each segment, in order; the model can be cut between segments.
+            lengths: current number of segments of each stage.
         """
         assert self._since is not None, "the stages were uneven"
         rows, work = self._blocks.newest(), self.pipe.per_rank(costs, lengths)
@@ -236,9 +238,9 @@ class Stages:
 
 
 def proposed(pipe: Pipe, costs: Sequence[float], lengths: Lengths, times: Floats) -> Lengths:
-    """Return the cut that minimizes the slowest stage, by the ranks' current times.
+    """Return the cut whose slowest stage is fastest, by the ranks' measured speeds.
 
-    No stage gets more than `MOST` times an even part, unless it already has it; otherwise the cut stays.
+    The cut stays the same if a stage would grow beyond `MOST` times an even part of the model.
     """
     speeds = pipe.per_rank(costs, lengths) / times
     found = contiguous(costs, len(lengths), [float(speeds[rank]) for rank in pipe.stage_ranks])
@@ -249,10 +251,10 @@ def proposed(pipe: Pipe, costs: Sequence[float], lengths: Lengths, times: Floats
 
 
 def worth(gain_s: float, step: int, total_steps: int | None, cost_s: float, recuts: int) -> bool:
-    """Return True if a cut gains more than it costs in the remaining steps.
+    """Return True if a new cut gains more than it costs in the remaining steps.
 
-    If their number is unknown, it is assumed to equal the number of past steps. Each further cut must be worth twice as
-    much as the previous one, so that repeated cuts without the expected gain cost little.
+    If the number of remaining steps is unknown, the number of past steps is used. Each further change must gain twice
+    as much as the previous change, so repeated changes without the expected gain cost little.
     """
     left = step if total_steps is None else total_steps - step
     return gain_s * left > cost_s * 2.0**recuts

@@ -1,4 +1,4 @@
-"""Training by one process of a run, in one generation or in several."""
+"""Training in one process of a run, through one or several generations."""
 
 from __future__ import annotations
 
@@ -28,25 +28,25 @@ from paceline.wire.status import GenerationOver, StatusBoard, ends_generation, w
 
 
 def run_rank_once(arguments: list[str]) -> None:
-    """Train the run in the directory `arguments[0]` as this process's rank, without recovery."""
+    """Train the run in directory `arguments[0]` as this process's rank, without recovery."""
     run = Run(arguments[0])
     with joined(deadline_s=run.job.deadline_s, transport=run.plan.transport) as group:
         train_in(run, group)
 
 
 def train_in(run: Run, group: Group) -> None:
-    """Train a run as one rank of `group`. Every rank of the group calls this."""
+    """Train a run as one rank of `group`; every rank of the group calls this."""
     trainee = Trainee(run, None)
     with stop_signals(trainee.note_signal), closing(trainee.board):
         trainee.train(group)
 
 
 def run_rank(arguments: list[str]) -> None:
-    """Train the run in the directory `arguments[0]`, in all generations with this process."""
+    """Train the run in directory `arguments[0]`, through all generations of this process."""
     run = Run(arguments[0])
     member = Member.of_this_rank()
     trainee = Trainee(run, member)
-    gc.freeze()  # modules, model and data are never garbage, so the collector need not scan them between generations
+    gc.freeze()  # modules, model and data live as long as the process, so the garbage collector need not scan them
     with watch_generation(member.is_over), stop_signals(trainee.note_signal), closing(trainee.board):
         ended = was_frozen = False
         while not ended:
@@ -59,17 +59,17 @@ def run_rank(arguments: list[str]) -> None:
             except Exception as error:
                 if not ends_generation(error):
                     raise
-            gc.collect()  # frees the ended generation's engine, whose parts refer to each other
+            gc.collect()  # free the ended generation's engine, which has reference cycles
             if not was_frozen:
                 was_frozen = True
-                gc.freeze()  # modules imported since then
+                gc.freeze()  # also freeze modules that were imported during the first generation
 
 
 class Trainee:
-    """State, data and position that a process keeps from generation to generation.
+    """State, data and position that a process keeps through all generations.
 
     Args:
-        member: None if the run does not recover, and so has one generation.
+        member: membership of this process; None without recovery, when the run has only one generation.
     """
 
     def __init__(self, run: Run, member: Member | None) -> None:
@@ -99,19 +99,19 @@ class Trainee:
         ended, recut = self._train(group, start)
         while recut:
             StatusBoard.of_this_rank().mark("starting", self.boundary.step)
-            gc.collect()  # the weights of the stages before
+            gc.collect()  # free the weights of the previous cut's stages
             again = replace(start, boundary=replace(self.boundary, cut=recut), ready=[], behind=[], new=[], holders={})
             ended, recut = self._train(group, again, saved=True)
         return ended
 
     def _train(self, group: Group, start: Start, *, saved: bool = False) -> tuple[bool, str]:
-        """Train with one cut of the model, from a checkpoint if the state is `saved`.
+        """Train with one pipeline cut; if `saved`, resume from a checkpoint.
 
         Returns:
-            Whether the run has ended, and the cut with which it continues in this generation, or "".
+            Whether the run has ended, and the cut with which it continues in this generation; "" if it does not.
         """
         run, begun = self.run, time.monotonic()
-        # the same number of microbatches as before, or batch norm would see other parts of the global batch
+        # keep the number of microbatches: otherwise batch norm would see other parts of the global batch
         plan = replace(run.plan, dp=group.size // start.replica_size, cut=start.boundary.cut or run.plan.cut)
         engine = self.kept.engine(run.job, plan, self.data, group, begins=start.begins)
         self.links = group.links
@@ -134,7 +134,7 @@ class Trainee:
                     step=start.boundary.step,
                 )
             boundary = None if start.begins or not resumed else start.boundary
-            # from here on nothing returns to the previous cut
+            # from here on, the ranks cannot return to the previous cut
             self.boundary, has_state = boundary or StepBoundary(), boundary is not None
             self.kept.begin(engine, group, loop.events)
             ended = loop.run(boundary, recut=saved, has_position=bool(start.holders))
@@ -143,7 +143,7 @@ class Trainee:
                 raise
             broken = True
             self.kept.broken_off(engine)
-            # at once, because closing a group waits for data that peers have not acknowledged
+            # abort at once, because closing a group would wait for data that peers have not acknowledged
             abort_all(0.0)
             if loop is not None:
                 loop.checkpoints.writer.abandon()
@@ -153,7 +153,7 @@ class Trainee:
             self.kept.keep(engine)
         if broken and self.kept.needs_all:
             self.boundary = StepBoundary()
-        with suppress(Exception):  # the ranks of the group may be gone
+        with suppress(Exception):  # other ranks of the group may be gone
             self.kept.end()
         with suppress(Exception):
             engine.close()
@@ -186,5 +186,5 @@ class Trainee:
         return replace(boundary, ready=generation if self.kept.ready else -1)
 
     def note_signal(self, name: str) -> None:
-        """Make a signal between two generations stop the run in the next one."""
+        """Record a signal, so that it stops the run in the next generation."""
         self.signal = name

@@ -1,5 +1,5 @@
 """Many runs of one job: `paceline sweep`.
 
-Read `sweep.py` first. `space.py` makes the combinations of values, `results.py` compares their runs, and `on_ray.py`
-hands the runs to Ray Tune. Tables and pages are elsewhere: in `cli/sweep.py` and `report/sweep_page.py`.
+Read `sweep.py` first. `space.py` creates the combinations of values, `results.py` compares their runs, and `on_ray.py`
+runs a sweep on Ray Tune. Tables are in `cli/sweep.py`, and pages in `report/sweep_page.py`.
 """

@@ -1,7 +1,7 @@
-"""Run a sweep on Ray Tune, which may stop bad runs early.
+"""Sweeps on Ray Tune, which can stop bad runs early.
 
-Ray Tune starts the runs on the hosts of its cluster. Each trial is the command `paceline train` in a process of its
-own, watched through its run directory. The directory of the sweep must therefore be at the same path on every host.
+Ray Tune starts the runs on the hosts of its cluster. Each trial runs `paceline train` in its own process, and reads the
+run directory to follow it. The sweep's directory must therefore have the same path on every host.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from paceline.run.record.run import read_lines
 from paceline.run.sweep.results import SweepRun
 from paceline.run.sweep.sweep import Sweep
 
-_STEP_S, _LOOK_S = 1.0, 0.1  # seconds between reports of a trial, and between checks of its process
-_STOP_S = 120  # seconds after SIGTERM for the last step and a checkpoint
-_MOST_EVALUATIONS = 10**6  # ASHA would stop a run with more evaluations
+_STEP_S, _LOOK_S = 1.0, 0.1  # seconds between reports of a trial, and between checks whether its process has ended
+_STOP_S = 120  # seconds that a run may take after SIGTERM, for the last step and a checkpoint
+_MOST_EVALUATIONS = 10**6  # maximum number of evaluations per run: ASHA stops runs with more
 _ERROR_LINES = 20
 _SETTINGS = {
-    "TUNE_DISABLE_SIGINT_HANDLER": "1",  # `_Stopper` stops the trials after a signal, so that they save
+    "TUNE_DISABLE_SIGINT_HANDLER": "1",  # `_Stopper` handles signals, so that trials save checkpoints
     "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",
     "TUNE_FORCE_TRIAL_CLEANUP_S": str(2 * _STOP_S),
     "RAY_AIR_NEW_OUTPUT": "0",
@@ -46,15 +46,15 @@ _SETTINGS = {
 
 
 def run_on_ray(sweep: Sweep, scheduler: Literal["asha"] | None) -> None:
-    """Make the missing runs of a sweep on Ray.
+    """Run the missing runs of a sweep on Ray.
 
-    RAY_ADDRESS names the Ray cluster; without it, one is started on this machine. A trial gets one accelerator for each
-    rank of its plan. On a host without accelerators it gets the whole host, because runs that share cores would slow
-    each other down.
+    The environment variable RAY_ADDRESS selects the Ray cluster. Without it, Ray starts on this machine. A trial gets
+    one accelerator per rank of its plan. Without accelerators, a trial gets a whole host, because runs that share cores
+    would slow each other down.
 
     Args:
-        scheduler: `asha` stops runs whose metric at an evaluation is worse than that of most others (Li et al., 2020,
-            arXiv:1810.05934). Such runs are recorded as stopped early and are not compared.
+        scheduler: `asha` stops a run early if its metric is worse than most other runs' (Li et al., 2020,
+            arXiv:1810.05934). Runs that were stopped early are not compared.
     """
     if not sweep.missing:
         return
@@ -66,7 +66,7 @@ def run_on_ray(sweep: Sweep, scheduler: Literal["asha"] | None) -> None:
         local = {} if os.environ.get("RAY_ADDRESS") else {"include_dashboard": False, "num_cpus": sweep.cluster.devices}
         ray.init(log_to_driver=False, logging_level="ERROR", **local)
         try:
-            with StopSignals() as signals:  # after `init`, which handles SIGTERM for Ray
+            with StopSignals() as signals:  # after `ray.init`, which installs its own SIGTERM handler
                 tune.Tuner(
                     tune.with_resources(Trial, _resources(sweep)),
                     param_space=tune.grid_search([asdict(trial) for trial in trials]),
@@ -90,7 +90,7 @@ def run_on_ray(sweep: Sweep, scheduler: Literal["asha"] | None) -> None:
             shutil.rmtree(sweep.path / artifacts, ignore_errors=True)
         lock.check()
         for run in sweep.missing:
-            if run.state != "failed" and (sweep.path / run.run / "job.yaml").is_file():  # the trial was stopped
+            if run.state != "failed" and (sweep.path / run.run / "job.yaml").is_file():  # Ray has stopped the trial
                 sweep.take(run)
         if not signals.first:
             for run in (run for run in sweep.runs if run.state == "interrupted"):
@@ -101,7 +101,7 @@ def run_on_ray(sweep: Sweep, scheduler: Literal["asha"] | None) -> None:
 
 @dataclass(frozen=True)
 class TrialConfig:
-    """Settings of a trial; `position` is the position of its run in the sweep."""
+    """Settings of a trial; `position` is its run's index in the sweep."""
 
     position: int
     command: list[str]
@@ -113,7 +113,7 @@ class TrialConfig:
 
 
 def _trial_of(sweep: Sweep, run: SweepRun) -> TrialConfig:
-    """Write a run's job to a file, and return the command that trains it."""
+    """Write a run's job to a file, and return the trial that trains it."""
     path = sweep.path.resolve()
     job, directory = path / "jobs" / f"{Path(run.run).name}.yaml", path / run.run
     job.parent.mkdir(exist_ok=True)
@@ -141,14 +141,14 @@ def _resources(sweep: Sweep) -> dict[str, float]:
 class Trial(tune.Trainable):
     """One run as a Ray Tune trial.
 
-    A step lasts a second, or until the run has ended.
+    A step of the trial ends after a second, or when the run has ended.
     """
 
     def setup(self, config: dict[str, Any]) -> None:
-        """Start the command of the run.
+        """Start the command that trains the run.
 
         Raises:
-            RuntimeError: this host does not see the directory of the sweep.
+            RuntimeError: the sweep's directory is not visible on this host.
         """
         self.trial = TrialConfig(**config)
         if not Path(self.trial.command[1]).is_file():
@@ -182,14 +182,14 @@ class Trial(tune.Trainable):
         }
 
     def save_checkpoint(self, checkpoint_dir: str) -> dict[str, Any]:
-        """Save nothing: the run has its own checkpoints."""
+        """Save nothing, because the run has its own checkpoints."""
         return {}
 
     def load_checkpoint(self, checkpoint: dict[str, Any] | None) -> None:
-        """Restore nothing: the command resumes its run."""
+        """Restore nothing, because the command resumes its run."""
 
     def cleanup(self) -> None:
-        """End the run if it was stopped early; it saves a checkpoint."""
+        """If the trial was stopped early, end the run, which saves a checkpoint."""
         if self.process.poll() is None:
             self.process.terminate()
             try:
@@ -199,13 +199,13 @@ class Trial(tune.Trainable):
 
 
 class _Stopper(tune.Stopper):
-    """Stopper of all trials after a signal."""
+    """Ray Tune stopper that stops all trials after a signal."""
 
     def __init__(self, signals: StopSignals) -> None:
         self._signals = signals
 
     def __call__(self, trial_id: str, result: dict[str, Any]) -> bool:
-        """Return False: no trial is stopped individually."""
+        """Return False, because single trials are not stopped."""
         return False
 
     def stop_all(self) -> bool:
@@ -213,7 +213,7 @@ class _Stopper(tune.Stopper):
         return self._signals.first is not None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {}  # Tune keeps a copy on disk, which is never read: the sweep continues from its own file
+        return {}  # Tune writes a copy to disk, but never reads it, because the sweep continues from `sweep.json`
 
 
 class _Recorder(tune.Callback):
@@ -223,10 +223,10 @@ class _Recorder(tune.Callback):
         self._sweep = sweep
 
     def __getstate__(self) -> dict[str, Any]:
-        return {}  # like `_Stopper`
+        return {}  # as in `_Stopper`
 
     def on_trial_complete(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
-        """Record a run that ended by itself; a stopped run is still saving."""
+        """Record a run that has ended by itself; a stopped run may still be saving."""
         run, result = self._sweep.runs[trial.config["position"]], trial.last_result
         if result.get("error"):
             self._failed(run, result["error"])
@@ -235,7 +235,7 @@ class _Recorder(tune.Callback):
             self._record(run)
 
     def on_trial_error(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
-        """Record a trial that Ray lost, or that could not start."""
+        """Record the failure of a trial that Ray has lost or could not start."""
         self._failed(self._sweep.runs[trial.config["position"]], str(trial.get_error() or "Ray lost the trial"))
 
     def _failed(self, run: SweepRun, error: str) -> None:

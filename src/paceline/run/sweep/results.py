@@ -1,4 +1,4 @@
-"""Results of a sweep: the runs of each combination, and which combination is best."""
+"""Results of a sweep: the runs of each combination, and the best combination."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ State = Literal["waiting", "interrupted", "finished", "stopped early", "failed"]
 
 @dataclass
 class SweepRun:
-    """One run of a sweep, as `sweep.json` keeps it.
+    """One run of a sweep, as recorded in `sweep.json`.
 
     Attributes:
-        number: number of the run's combination, from 1.
-        run: the run's directory, relative to the sweep's.
-        state: state of the run: Ray's scheduler ended a `stopped early` run; an `interrupted` run continues with the
-            sweep.
-        metric: final value of the compared metric; None if it was not measured or is not finite.
+        number: number of the run's combination, 1-based.
+        run: run directory, relative to the sweep's directory.
+        state: state of the run. Ray's scheduler has ended a run that was `stopped early`. An `interrupted` run
+            continues when the sweep continues.
+        metric: final value of the compared metric; None if the metric was not measured or is not finite.
         loss: final validation loss; without a validation set, the mean training loss of the last 10 steps.
         time_s: seconds from the first step to the end.
-        error: message of a failed run.
+        error: error message of a failed run.
     """
 
     number: int
@@ -44,13 +44,13 @@ class SweepRun:
 
     @property
     def is_over(self) -> bool:
-        """True if the run is not repeated when the sweep continues; failed runs are repeated."""
+        """True if the sweep does not run this run again; failed runs are repeated."""
         return self.state in ("finished", "stopped early")
 
 
 @dataclass
 class Combination:
-    """The runs of one combination of values, one for each seed."""
+    """Runs of one combination of values, one run per seed."""
 
     number: int
     parameters: dict[str, Any]
@@ -58,7 +58,7 @@ class Combination:
 
     @property
     def values(self) -> list[float]:
-        """Metric of each finished run."""
+        """Metric values of the finished runs."""
         return [run.metric for run in self.runs if run.state == "finished" and run.metric is not None]
 
     @property
@@ -68,23 +68,23 @@ class Combination:
 
     @property
     def spread(self) -> tuple[float, float] | None:
-        """Lowest and highest value of the metric; None with fewer than two."""
+        """Lowest and highest value of the metric; None with fewer than two values."""
         return (min(self.values), max(self.values)) if len(self.values) > 1 else None
 
     def median(self, name: Literal["loss", "time_s"]) -> float | None:
-        """Median of a figure over the finished runs."""
+        """Median of an attribute over the finished runs."""
         known = [v for run in self.runs if run.state == "finished" and (v := getattr(run, name)) is not None]
         return statistics.median(known) if known else None
 
     @property
     def directory(self) -> str:
-        """Directory of the run, or the pattern of all runs' directories, under the sweep's."""
+        """Run directory, or a pattern of all run directories, relative to the sweep's."""
         first = self.runs[0].run
         return first if len(self.runs) == 1 else f"{first.partition('-')[0]}*"
 
     @property
     def state(self) -> str:
-        """State of all runs in words: `finished`, or `2 finished, 1 failed`."""
+        """States of all runs as text: `finished`, or `2 finished, 1 failed`."""
         counts: dict[str, int] = {}
         for run in self.runs:
             counts[run.state] = counts.get(run.state, 0) + 1
@@ -95,12 +95,12 @@ class Combination:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The best combination, as far as the runs show.
+    """Best combination, as far as the finished runs show.
 
     Attributes:
-        best: numbers of the combinations that no other one beats; the one with the best median is first.
-        is_clear: True if there is one best combination, and its interval overlaps no other interval.
-        text: the verdict in a sentence or two.
+        best: numbers of the best combinations, which cannot be distinguished; the best median is first.
+        is_clear: True if there is a single best combination whose interval overlaps no other interval.
+        text: the verdict as one or two sentences.
     """
 
     best: tuple[int, ...]
@@ -119,8 +119,8 @@ def combinations_of(runs: Sequence[SweepRun]) -> list[Combination]:
 def verdict(combinations: Sequence[Combination], metric: str, *, higher_is_better: bool) -> Verdict:
     """Find the best combination.
 
-    With three or more seeds each, a combination is better than another one if their 95 % intervals do not overlap. With
-    fewer seeds the verdict is open: it names the best value and the runs that could confirm it.
+    If each combination has at least three seeds, combinations are compared by 95 % intervals. Two combinations differ
+    if their intervals do not overlap. With fewer seeds, the verdict names the best value, and asks for more runs.
     """
     known = [c for c in combinations if c.metric is not None]
     if not known:

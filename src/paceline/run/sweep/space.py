@@ -1,4 +1,4 @@
-"""The combinations of a sweep: a whole grid, or random draws."""
+"""Combinations of a sweep: a whole grid, or random draws."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from paceline.yaml_file import parse_value
 _RANGE = re.compile(r"([A-Za-z_]+)\(([^()]*)\)")
 _EXAMPLE = "e.g. --grid optimizer.lr=1e-4,1e-3, or --grid 'optimizer.lr=loguniform(1e-5,1e-2)' with --random"
 _MOST = 10_000  # largest number of combinations in a grid
-_TRIES = 100  # attempts for each draw of a new combination
+_TRIES = 100  # attempts per draw to find a combination that was not drawn before
 
 
 @dataclass(frozen=True)
 class Range:
-    """A range that random draws come from.
+    """Range of values for random draws.
 
     Attributes:
-        kind: `uniform`, `loguniform` (uniform in the logarithm), or `int` (whole numbers, both ends included).
+        kind: `uniform`, `loguniform` (uniform in the logarithm), or `int` (integers, including both bounds).
     """
 
     kind: Literal["uniform", "loguniform", "int"]
@@ -34,7 +34,7 @@ class Range:
     high: float
 
     def draw(self, rng: random.Random) -> float | int:
-        """Draw a value, with four digits after those that both bounds share."""
+        """Draw a value, rounded to four digits beyond the digits that both bounds share."""
         if self.kind == "int":
             return rng.randint(int(self.low), int(self.high))
         if self.kind == "uniform":
@@ -46,7 +46,7 @@ class Range:
 
     @property
     def size(self) -> float:
-        """Number of different values."""
+        """Number of different values in the range."""
         return self.high - self.low + 1 if self.kind == "int" else math.inf
 
 
@@ -55,7 +55,7 @@ RANGES = ("uniform", "loguniform", "int")
 
 
 def values_of(texts: Sequence[str]) -> dict[str, Values]:
-    """Read `KEY=V1,V2,…` and `KEY=loguniform(LOW,HIGH)`: the values of each key, or their range.
+    """Parse `KEY=V1,V2,…` and `KEY=loguniform(LOW,HIGH)` into values or ranges by key.
 
     Raises:
         JobError: a text has neither form, or a key appears twice.
@@ -116,30 +116,30 @@ def _range(key: str, text: str) -> Range:
     if not (math.isfinite(low) and math.isfinite(high) and low < high):
         raise JobError(
             "sweep.range_order",
-            "--grid {key}: the first end of {text} should be less than the second one",
+            "--grid {key}: the lower bound of {text} must be less than the upper bound",
             key=key,
             text=text,
         )
     if kind == "loguniform" and low <= 0:
         raise JobError(
-            "sweep.range_not_positive", "--grid {key}: the ends of {text} should be more than 0", key=key, text=text
+            "sweep.range_not_positive", "--grid {key}: both bounds of {text} must be more than 0", key=key, text=text
         )
     if kind == "int" and not (low.is_integer() and high.is_integer()):
         raise JobError(
-            "sweep.range_not_whole", "--grid {key}: the ends of {text} should be whole numbers", key=key, text=text
+            "sweep.range_not_whole", "--grid {key}: both bounds of {text} must be integers", key=key, text=text
         )
     return Range(cast("Any", kind), low, high)
 
 
 def combinations(space: Mapping[str, Values], draws: int | None = None, seed: int = 0) -> list[dict[str, Any]]:
-    """The combinations of values to run, as keys of a job with their values.
+    """Return the combinations to run; each maps job keys to values.
 
     Args:
-        draws: number of different random combinations; None is the whole grid.
+        draws: number of different random combinations; None returns the whole grid.
         seed: seed of the draws.
 
     Raises:
-        JobError: a grid has a range or too many combinations, or there are fewer combinations than draws.
+        JobError: a whole grid has a range or too many combinations, or there are fewer combinations than draws.
     """
     ranges = [key for key, values in space.items() if isinstance(values, Range)]
     size = math.prod(values.size if isinstance(values, Range) else len(values) for values in space.values())
@@ -167,7 +167,7 @@ def combinations(space: Mapping[str, Values], draws: int | None = None, seed: in
             size=min(size, _MOST),
         )
     rng = random.Random(seed)
-    if size <= _MOST:  # without a range of real numbers
+    if size <= _MOST:  # the space has no range of real numbers
         every = list(_finite(space))
         return rng.sample(every, draws)
     found: list[dict[str, Any]] = []

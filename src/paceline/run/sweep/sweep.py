@@ -1,4 +1,4 @@
-"""A sweep and its directory: all jobs are checked, then run one after another."""
+"""A sweep and its directory: check all jobs, then run one after another."""
 
 from __future__ import annotations
 
@@ -37,29 +37,29 @@ from paceline.run.train import train
 from paceline.text import nearest
 from paceline.units import clock, count
 
-SWEEPS = Path("sweeps")  # default folder, in the current directory
+SWEEPS = Path("sweeps")  # default folder of sweeps, in the current directory
 FILE = "sweep.json"
-FINAL_STEPS = 10  # number of steps averaged for the final training loss, because a single batch is too noisy
-_SIGNALS = {130: "SIGINT", 143: "SIGTERM"}  # signals by the exit code of a run that they ended
+FINAL_STEPS = 10  # number of last steps in the final training loss; a single batch is too noisy
+_SIGNALS = {130: "SIGINT", 143: "SIGTERM"}  # by exit code: signal that ended a run
 _MOST_ERRORS = 10  # maximum number of errors listed before the first run
 Mode = Literal["min", "max"]
 
 
 @dataclass(frozen=True)
 class SweepRequest:
-    """Parameters of a sweep, and the comparison of its runs.
+    """Parameters of a sweep, and how to compare its runs.
 
     Attributes:
         job: YAML file of the job, or its URL.
-        grid: `KEY=V1,V2` and `KEY=loguniform(LOW,HIGH)` texts.
-        set: `KEY=VALUE` texts that apply to every run.
-        draws: number of random combinations; None is the whole grid.
+        grid: values of job keys, as `KEY=V1,V2` or `KEY=loguniform(LOW,HIGH)`.
+        set: changes that apply to every run, as `KEY=VALUE`.
+        draws: number of random combinations; None runs the whole grid.
         seed: seed of the draws.
-        repeat: number of runs of every combination, with consecutive seeds from the job's seed.
-        metric: name of the metric to compare; None is the job's first metric, else its loss.
-        mode: `min` or `max`; None asks the metric.
+        repeat: number of runs per combination; their seeds count up from the job's seed.
+        metric: name of the metric to compare; None takes the job's first metric, or the loss if there is none.
+        mode: whether lower (`min`) or higher (`max`) values are better; None takes the metric's own direction.
         plan: plan of every run.
-        command: the command line, for the page.
+        command: command line to show on the sweep's page.
     """
 
     job: str
@@ -77,22 +77,21 @@ class SweepRequest:
 class Sweep:
     """A sweep and its directory.
 
-    In the directory of the same request, or of one with fewer repeats, only the missing runs are made.
-
-    The directory has `sweep.json`, which is rewritten after every run, and the directories of the runs.
+    The directory contains `sweep.json`, which is rewritten after every run, and the run directories. If the directory
+    belongs to the same request, or to one with fewer repeats, only missing runs are run.
 
     Args:
-        cluster: where to train; None is this machine.
-        out: the directory; None makes `sweeps/<job>-<time>`.
-        console: where progress is shown; None is stderr.
+        cluster: cluster to train on; None means this machine.
+        out: directory of the sweep; None makes `sweeps/<job>-<time>`.
+        console: console that shows progress; None means stderr.
 
     Attributes:
-        job: the job of the first combination.
+        job: job of the first combination.
         runs: all runs, in order.
-        stopped_by: the signal that stopped the sweep, or None.
+        stopped_by: signal that stopped the sweep, or None.
 
     Raises:
-        PacelineError: a combination cannot be run, two are the same, or the directory holds another sweep.
+        PacelineError: a combination cannot run, two combinations are equal, or the directory has another sweep.
     """
 
     def __init__(
@@ -123,7 +122,7 @@ class Sweep:
     # Before the first run
 
     def _checked_jobs(self) -> list[Job]:
-        """Make the job of every combination; one error lists the problems of all combinations."""
+        """Create the job of each combination; one error lists all problems."""
         if self.request.repeat > 1 and any("seed" in each for each in self.parameters):
             raise JobError(
                 "sweep.seed_and_repeat",
@@ -146,7 +145,7 @@ class Sweep:
                 errors.append(error)
                 wrong += (problem.at(titled(parameters)) for problem in error.problems)
         if len(errors) == len(self.parameters) and len({str(error) for error in errors}) == 1:
-            raise errors[0]  # the values of the grid are not its cause
+            raise errors[0]  # the error does not come from the grid's values
         if errors:
             refused = Problem(
                 "sweep.refused",
@@ -161,7 +160,7 @@ class Sweep:
         job.model.must_be_at_hand()
         check_trackers(job)
         job.fetch()
-        model_info(job.model)  # builds the model, without memory for its weights if its code allows it
+        model_info(job.model)  # builds the model, on the meta device if the model's code allows it
         job.loss.build()
         build_metrics(job.metrics)
         if self.request.plan == "auto":
@@ -178,13 +177,13 @@ class Sweep:
                 job.seed + repeat,
                 f"runs/{number:0{digits}}" + (f"-seed{job.seed + repeat}" if self.request.repeat > 1 else ""),
             )
-            # round by round, so that an interrupted sweep has compared all combinations
+            # all combinations with the first seed come first, so that an interrupted sweep can compare them
             for repeat in range(self.request.repeat)
             for number, (parameters, job) in enumerate(zip(self.parameters, self.jobs, strict=True), 1)
         ]
 
     def _description(self) -> dict[str, Any]:
-        """Return the facts that must not change for a sweep to continue."""
+        """Return the facts that must stay the same for a sweep to continue."""
         described = {
             "job": self.job.model_dump(mode="json"),
             "combinations": self.parameters,
@@ -212,7 +211,7 @@ class Sweep:
             before = msgspec.convert(kept["runs"], list[SweepRun])
             earlier, now = kept["sweep"], self._description()
             changed = _changed_combinations(earlier.pop("combinations"), now.pop("combinations"))
-            if earlier["repeat"] < now["repeat"]:  # only the runs with new seeds are missing
+            if earlier["repeat"] < now["repeat"]:  # more repeats only add runs with new seeds
                 earlier["repeat"] = now["repeat"]
             if found := [*changed, *differences(earlier, now)]:
                 raise RunError(
@@ -221,7 +220,7 @@ class Sweep:
                     path=self.path,
                     differences="; ".join(found),
                 )
-        # msgspec's error is a ValueError
+        # includes msgspec's errors, which are ValueErrors
         except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
             raise RunError(
                 "sweep.unreadable",
@@ -236,7 +235,7 @@ class Sweep:
 
     @property
     def missing(self) -> list[SweepRun]:
-        """Runs that are still missing, in order."""
+        """Runs that are not over yet, in order."""
         return [run for run in self.runs if not run.is_over]
 
     @property
@@ -250,10 +249,10 @@ class Sweep:
         return verdict(self.combinations, self.metric, higher_is_better=self.higher_is_better)
 
     def run(self) -> None:
-        """Make the missing runs, one after another.
+        """Run the missing runs, one after another.
 
-        A run that fails is recorded with its error, and the sweep goes on. A signal ends the sweep; the same request
-        continues it, and an interrupted run continues from its checkpoint.
+        If a run fails, its error is recorded, and the sweep continues with the next run. A signal ends the sweep. The
+        same request continues the sweep, and an interrupted run resumes from its checkpoint.
         """
         with self.held() as lock, StopSignals() as signals:
             for position, run in enumerate(missing := self.missing):
@@ -271,7 +270,7 @@ class Sweep:
 
     @contextmanager
     def held(self) -> Iterator[RunLock]:
-        """Lock the directory against other processes; `sweep.json` exists within this context."""
+        """Lock the sweep's directory within this context, and write `sweep.json`."""
         try:
             private_folder(self.path)
             (self.path / "runs").mkdir(exist_ok=True)
@@ -290,7 +289,7 @@ class Sweep:
             yield lock
 
     def job_of(self, run: SweepRun) -> Job:
-        """Return the job of a run, with the run's seed."""
+        """Return a run's job, with the run's seed."""
         return self.jobs[run.number - 1].replace({"seed": run.seed})
 
     def _make(self, run: SweepRun) -> None:
@@ -305,7 +304,7 @@ class Sweep:
                 console=Console(file=io.StringIO(), quiet=True),
             )
             self.take(run)
-        except SystemExit as stopped:  # a signal came before the first step, or a second one killed the ranks
+        except SystemExit as stopped:  # a signal came before the first step, or a second signal killed the ranks
             self.stopped_by = _SIGNALS.get(int(str(stopped.code)) if str(stopped.code).isdecimal() else 0, "SIGINT")
         except Exception as error:  # noqa: BLE001 - also one of the user's code must not end the sweep
             if getattr(error, "exit_code", 1) in _SIGNALS:
@@ -319,7 +318,7 @@ class Sweep:
             run.state = "interrupted"
 
     def take(self, run: SweepRun) -> None:
-        """Read the result of a run from its directory."""
+        """Update a run's state and result from its directory."""
         record = Run(self.path / run.run)
         end: dict[str, Any] = next(
             (e for e in reversed(record.events()) if e["event"] in ("start", "resume", "end")), {}
@@ -353,7 +352,7 @@ class Sweep:
         """Write `sweep.json`.
 
         Raises:
-            RunError: it cannot be written.
+            RunError: the file cannot be written.
         """
         try:
             write_whole(self.path / FILE, json.dumps(self.content(), indent=1))
@@ -368,7 +367,7 @@ class Sweep:
     # Output
 
     def tell(self, run: SweepRun, more: str = "") -> None:
-        """Show one line about a run that has ended."""
+        """Show a line about a run that has ended."""
         over = sum(r.state not in ("waiting", "interrupted") for r in self.runs)
         seed = f", seed={run.seed}" if self.request.repeat > 1 else ""
         text = f"run {over} of {len(self.runs)} · {titled(run.parameters)}{seed}"
@@ -385,7 +384,7 @@ class Sweep:
 
 
 def _changed_combinations(before: list[dict[str, Any]], now: list[dict[str, Any]]) -> Iterator[str]:
-    """Return the differences of two lists of combinations as text, and count long ones."""
+    """Yield the differences of two lists of combinations as text."""
     for word, these, others in (("new", now, before), ("left out", before, now)):
         if found := [each for each in these if each not in others]:
             more = f" and {len(found) - 1} more" if len(found) > 1 else ""
@@ -395,10 +394,10 @@ def _changed_combinations(before: list[dict[str, Any]], now: list[dict[str, Any]
 
 
 def compared(job: Job, metric: str | None, mode: Mode | None) -> tuple[str, bool]:
-    """Find the metric to compare runs by, and whether higher values are better.
+    """Return the name of the compared metric, and whether higher values are better.
 
     Raises:
-        JobError: the job does not measure the metric, or the metric does not tell which value is better.
+        JobError: the job does not measure the metric, or it is unknown whether higher values are better.
     """
     metrics = (
         {found.name: found for found in build_metrics(job.metrics)} if not job.data.keeps_no_validation_set else {}

@@ -1,7 +1,7 @@
-"""Trackers, which log the numbers of a training to other services.
+"""Trackers, which log a training's numbers to other services.
 
-`services.py` has the trackers of the package. `follow.py` is the process of a tracker in `paceline train`. In users'
-own loops, `tracker` makes a callback for `engine.on_step` that logs every step:
+`services.py` has the built-in trackers. `follow.py` is the process of a tracker in `paceline train`. In users' own
+loops, `tracker` returns a callback for `engine.on_step` that logs every step:
 
     log = trackers.tracker("tensorboard", folder="logs")
     engine = paceline.setup(model, optimizer, loss=loss, loader=loader, on_step=[log])
@@ -38,16 +38,16 @@ Status = Literal["finished", "failed", "interrupted"]
 
 @dataclass(frozen=True)
 class TrackedRun:
-    """Facts of a run for a tracker.
+    """Facts about a run for a tracker.
 
-    In a user's own loop, all fields except the environment are empty.
+    In a user's own loop, only `config` has a value: the environment.
 
     Attributes:
         name: name of the run.
         project: name of the job.
-        config: JSON values: `job`, `plan` and `environment`, see `told_of`.
-        folder: folder for local files of the tracker.
-        id: the tracker's own `id` of this run if the run continues after a restart; "" at its first start.
+        config: JSON values `job`, `plan` and `environment`; see `told_of`.
+        folder: folder for the tracker's local files.
+        id: the run's `Tracker.id` from before a restart; "" at the first start.
     """
 
     name: str = ""
@@ -60,30 +60,30 @@ class TrackedRun:
 def told_of(environment: Mapping[str, Any]) -> dict[str, Any]:
     """Select the part of an environment that trackers receive.
 
-    Environment variables are left out because they may be private, and the load because it changes.
+    Environment variables are left out because they may be private. The load average is left out because it changes.
     """
     return {key: value for key, value in environment.items() if key not in ("variables", "load_average")}
 
 
 class Tracker(Protocol):
-    """A tracker of one run.
+    """Tracker of one run.
 
-    It is called from its own thread or process, never from a training step.
+    A tracker is called in its own thread or process, never in a training step.
 
     Attributes:
-        id: the service's identifier of the run, used to continue after a restart; "" if there is none.
+        id: the service's identifier of the run, to continue the same run after a restart; "" if there is none.
     """
 
     id: str
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Log numbers of a step.
+        """Log the numbers of a step.
 
-        Names have a group: `train/loss`, `val/accuracy`, `speed/samples_per_s`.
+        Names begin with a group: `train/loss`, `val/accuracy`, `speed/samples_per_s`.
         """
 
     def close(self, status: Status) -> None:
-        """Finish the run; all numbers are stored when this returns."""
+        """Finish the run; when this returns, all numbers are stored."""
 
 
 @dataclass(frozen=True)
@@ -92,8 +92,8 @@ class TrackerInfo:
 
     Attributes:
         tracker: import path of a class or function that takes a `TrackedRun` and the tracker's settings, and returns a
-            `Tracker`. It is called for the first rank only.
-        package: module that the tracker imports, for the message if it is not installed; "" for none.
+            `Tracker`. Only the first rank's process calls it.
+        package: module that the tracker imports; an error names it if it is not installed. "" means none.
     """
 
     tracker: str
@@ -116,7 +116,7 @@ TRACKERS = ExtensionPoint(
 
 
 def check(name: str) -> None:
-    """Check that a tracker can be made, without importing its service.
+    """Check that a tracker is available, without importing its service.
 
     Raises:
         JobError: the tracker does not exist, or its package is not installed.
@@ -132,10 +132,10 @@ def check(name: str) -> None:
 
 
 def make(name: str, run: TrackedRun, settings: Mapping[str, Any]) -> Tracker:
-    """Make a tracker by its name.
+    """Create a tracker by its name.
 
     Raises:
-        JobError: as `check`, or the tracker rejects the settings.
+        JobError: see `check`; or the tracker rejects the settings.
     """
     check(name)
     made: Callable[..., Tracker] = load_object(TRACKERS[name].tracker)
@@ -150,7 +150,7 @@ def make(name: str, run: TrackedRun, settings: Mapping[str, Any]) -> Tracker:
 def _is_installed(package: str) -> bool:
     try:
         return importlib.util.find_spec(package) is not None
-    except ModuleNotFoundError:  # its parent
+    except ModuleNotFoundError:  # the parent package is missing
         return False
 
 
@@ -161,21 +161,21 @@ def _pip_name(info: TrackerInfo) -> str:
 
 
 OnStep = Callable[["StepResult"], object]
-_LONGEST_QUEUE = 10_000  # maximum number of steps that a tracker may be behind
-CLOSE_S = 30.0  # seconds for a tracker to store its data at the end
+_LONGEST_QUEUE = 10_000  # maximum number of queued steps; further steps are dropped
+CLOSE_S = 30.0  # seconds to wait at the end for a tracker to store its data
 
 
 def tracker(name: str, **settings: Any) -> LoopTracker:
-    """Make a tracker for `paceline.setup(…, on_step=[…])`.
+    """Create a tracker callback for `paceline.setup(…, on_step=[…])`.
 
-    It logs every step on the first rank, and does nothing on the others.
+    The callback logs every step on the first rank, and does nothing on other ranks.
 
     Args:
         name: `tensorboard`, `wandb`, `mlflow`, `opentelemetry`, or a tracker of an installed package.
-        settings: the tracker's own settings, such as `folder` of `tensorboard` or those of `wandb.init`.
+        settings: settings of the tracker, such as `folder` for `tensorboard`, or arguments of `wandb.init`.
 
     Raises:
-        JobError: there is no such tracker, its package is missing, or the tracker rejects the settings.
+        JobError: the tracker is unknown, its package is not installed, or the tracker rejects the settings.
 
     Example:
         >>> log = paceline.tracker("tensorboard", folder="logs")
@@ -188,17 +188,17 @@ def tracker(name: str, **settings: Any) -> LoopTracker:
 
 
 def tensorboard(folder: str | Path) -> LoopTracker:
-    """Write loss and gradient norm of every step as TensorBoard events into `folder`."""
+    """Write every step's loss and gradient norm as TensorBoard events into `folder`."""
     return tracker("tensorboard", folder=folder)
 
 
 def wandb(**settings: Any) -> LoopTracker:
-    """Log every step to Weights & Biases; `settings` are those of `wandb.init`."""
+    """Log every step to Weights & Biases; `settings` are arguments of `wandb.init`."""
     return tracker("wandb", **settings)
 
 
 def mlflow(**settings: Any) -> LoopTracker:
-    """Log every step to MLflow; for `settings` see docs/how-to/trackers.md."""
+    """Log every step to MLflow; docs/how-to/trackers.md lists the settings."""
     return tracker("mlflow", **settings)
 
 
@@ -208,14 +208,14 @@ def scalars(result: StepResult) -> dict[str, float]:
 
 
 class LoopTracker:
-    """Callback that hands steps to a tracker in its own thread.
+    """Callback that logs steps to a tracker in a separate thread.
 
     A step only puts its numbers into a queue. An error of the tracker is reported once, and training continues without
-    it. The tracker is closed at the end of the process, or earlier by `close`. If an exception ends the process, the
-    run is logged as failed.
+    the tracker. `close` closes the tracker; otherwise the end of the process closes it. If an exception ends the
+    process, the run is logged as failed.
 
     Args:
-        tracker: None on ranks that do not log.
+        tracker: the tracker; None on ranks that do not log.
     """
 
     def __init__(self, name: str, tracker: Tracker | None) -> None:

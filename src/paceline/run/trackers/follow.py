@@ -1,7 +1,7 @@
 """Processes of a run's trackers, each of which follows the run's record.
 
-`RunTrackers` starts `python -m paceline.run.trackers.follow RUN NUMBER` for each; NUMBER is the tracker's index in the
-job. A line on stdin reports how the run has ended. If stdin ends without a line, the launcher is gone.
+`RunTrackers` starts `python -m paceline.run.trackers.follow RUN NUMBER` for each tracker; NUMBER is the tracker's index
+in the job. A line on stdin reports how the run has ended. If stdin closes without a line, the launcher has died.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from paceline.run.record.run import JsonLines, Run
 from paceline.run.trackers import CLOSE_S, Status, TrackedRun, check, make, told_of
 from paceline.text import printable
 
-EVERY_S = 1.0  # seconds; only the newest step of each interval is logged
-_NICE = 10  # training has priority if cores are scarce
-_LONGEST_CLOSE_S = 300  # seconds for a tracker to store its data; then this process ends
+EVERY_S = 1.0  # seconds between logs; only the newest step of each interval is logged
+_NICE = 10  # nice value of the tracker process, so that training has priority
+_LONGEST_CLOSE_S = 300  # maximum seconds for a tracker to store its data; then this process ends
 
 
 def main() -> None:
     """Follow a run to its end."""
-    for stop in (signal.SIGINT, signal.SIGTERM):  # the run's process reports the end of the run
+    for stop in (signal.SIGINT, signal.SIGTERM):  # ignore signals, because the launcher reports the end of the run
         signal.signal(stop, signal.SIG_IGN)
     with suppress(OSError):
         os.nice(_NICE)
@@ -52,10 +52,10 @@ def main() -> None:
 
 
 class Follower:
-    """Logger of steps and evaluations of a run that are not logged yet.
+    """Logger of a run's new steps and evaluations.
 
     Attributes:
-        logged: newest logged step; steps that are trained again after a restart are skipped.
+        logged: newest logged step; steps that are repeated after a restart are not logged again.
         evaluated: step of the newest logged evaluation.
         tested: step of the newest logged test-set evaluation.
     """
@@ -83,7 +83,7 @@ class Follower:
         self.tracker.close("interrupted" if self._interrupted and word == "finished" else word)
 
     def log_new(self) -> None:
-        """Log the evaluations since the last call, and then the newest step."""
+        """Log all new evaluations, and the newest step."""
         newest: dict[str, Any] | None = None
         use: dict[str, float] = {}
         for line in self._steps:
@@ -108,13 +108,13 @@ class Follower:
         self._keep()
 
     def _keep(self) -> None:
-        with suppress(OSError):  # the disk is full; after a restart, the service will show a separate run
+        with suppress(OSError):  # if the disk is full, the service shows a separate run after a restart
             state = {"id": self.tracker.id, "step": self.logged, "evaluated": self.evaluated, "tested": self.tested}
             write_whole(self._state_file, json.dumps(state))
 
 
 def values_of(line: Mapping[str, Any]) -> dict[str, float]:
-    """Return the numbers of a step's line, by the names that trackers get.
+    """Return the numbers in a step's record, by their names for trackers.
 
     NaN and Inf are omitted.
     """
@@ -127,21 +127,21 @@ def values_of(line: Mapping[str, Any]) -> dict[str, float]:
 
 
 def config_of(run: Run) -> dict[str, Any]:
-    """Return job, plan and environment of a run, as JSON values without environment variables."""
+    """Return a run's job, plan and environment as JSON values."""
     environment = json.loads((run.path / "environment.json").read_text())
     job = run.job.model_dump(mode="json", exclude_defaults=True, exclude={"trackers"})
     return {"job": job, "plan": {"text": str(run.plan), **asdict(run.plan)}, "environment": told_of(environment)}
 
 
 def state_folder(run: Path) -> Path:
-    """Return the folder in a run where trackers keep files; create it if needed."""
+    """Return the folder of a run for trackers' files; create it if needed."""
     folder = run / "trackers"
     folder.mkdir(mode=0o700, exist_ok=True)
     return folder
 
 
 class _LastWord(threading.Thread):
-    """Thread that waits for the line on stdin with the reason of the run's end."""
+    """Thread that waits for the line on stdin, which reports how the run ended."""
 
     def __init__(self) -> None:
         super().__init__(daemon=True)
@@ -150,7 +150,7 @@ class _LastWord(threading.Thread):
 
     def run(self) -> None:
         word = sys.stdin.readline().strip() or "failed"
-        signal.alarm(_LONGEST_CLOSE_S)  # ends this process, whatever the tracker is doing
+        signal.alarm(_LONGEST_CLOSE_S)  # end this process even if the tracker hangs
         self.said.put(cast(Status, word))
 
     def within(self, wait_s: float) -> Status | None:
@@ -167,13 +167,13 @@ def check_trackers(job: Job) -> None:
 
 
 class RunTrackers:
-    """Processes that follow a run's record, one for each tracker of its job.
+    """Processes that follow a run's record, one per tracker of its job.
 
-    Ranks are not involved. If a tracker fails, hangs or dies, only its own log is affected.
+    Trackers do not run in ranks. If a tracker fails or hangs, only its own log is affected.
 
     Args:
-        say: shows a line to the user.
-        shows: whether the output of trackers goes to the screen; otherwise it goes to files of the run.
+        say: function that shows a line to the user.
+        shows: whether trackers write to the screen; otherwise they write to files in the run directory.
     """
 
     def __init__(self, run: Run, say: Callable[[str], object], *, shows: bool = False) -> None:
@@ -202,7 +202,7 @@ class RunTrackers:
             with suppress(OSError):  # the process has already ended
                 process.stdin.write("failed\n" if kind else "finished\n")
                 process.stdin.close()
-        # The end of a failed rank does not wait for trackers.
+        # A failed rank does not wait for trackers.
         until = time.monotonic() + (0.0 if kind and self.shows else CLOSE_S)
         for name, process in self._processes:
             try:

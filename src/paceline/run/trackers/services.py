@@ -1,6 +1,6 @@
-"""Services that log a training: TensorBoard, Weights & Biases, MLflow, OpenTelemetry.
+"""Built-in trackers: TensorBoard, Weights & Biases, MLflow and OpenTelemetry.
 
-Each class imports the package of its service when it is made.
+Each class imports its service's package only in the constructor.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from paceline.run.trackers import Status, TrackedRun
 
 
 class ToTensorBoard:
-    """Tracker that writes TensorBoard events into `folder`, or into a folder of the run."""
+    """Tracker that writes TensorBoard events into `folder`, or into the run's folder."""
 
     id = ""
 
@@ -35,8 +35,8 @@ class ToTensorBoard:
 class ToWandb:
     """Tracker that logs to a W&B run.
 
-    `settings` are those of `wandb.init` and override paceline's. Project and run have paceline's names; the
-    configuration is job, plan and environment. A continued run keeps its id. Steps are W&B's own.
+    `settings` are arguments of `wandb.init`, and take precedence over paceline's. The project is named after the job,
+    and the run after the run directory. The configuration has job, plan and environment. A continued run keeps its id.
     """
 
     def __init__(self, run: TrackedRun, **settings: Any) -> None:
@@ -58,7 +58,7 @@ class ToWandb:
     def close(self, status: Status) -> None:
         """See `Tracker`.
 
-        A reason other than `finished` becomes an exit code other than 0, which W&B shows as failed.
+        For any status except `finished`, the exit code is 1, which W&B shows as failed.
         """
         self._run.finish(exit_code=0 if status == "finished" else 1)
 
@@ -70,8 +70,8 @@ _LONGEST_PARAM, _PARAMS_AT_ONCE = 6000, 100  # limits of MLflow
 class ToMLflow:
     """Tracker that logs to an MLflow run, without MLflow's global state.
 
-    The experiment has the job's name, and the run has paceline's. Parameters are job, plan and environment, flattened:
-    `job.optimizer.lr`. A continued run stays the same MLflow run.
+    The experiment is named after the job, and the run after the run directory. Parameters are the flattened job, plan
+    and environment, such as `job.optimizer.lr`. A continued run remains the same MLflow run.
 
     Args:
         tracking_uri: address of the MLflow store; None takes MLFLOW_TRACKING_URI, or MLflow's default.
@@ -129,9 +129,9 @@ _LAST_WORD_MS = 10_000
 class ToOpenTelemetry:
     """Tracker that exports gauges over OTLP/HTTP.
 
-    The gauges are `paceline.train.loss`, `paceline.step.duration{part=compute}` and similar ones. The resource is
-    `service.name=paceline` (unless `OTEL_SERVICE_NAME` is set) with `paceline.job` and `paceline.run`. Numbers are
-    exported every `OTEL_METRIC_EXPORT_INTERVAL` ms, and at the end.
+    Examples of gauges are `paceline.train.loss` and `paceline.step.duration{part=compute}`. The resource attributes are
+    `paceline.job`, `paceline.run` and `service.name`, which is `paceline` unless `OTEL_SERVICE_NAME` is set. Numbers
+    are exported every `OTEL_METRIC_EXPORT_INTERVAL` ms, and at the end.
     """
 
     id = ""
@@ -174,7 +174,7 @@ class ToOpenTelemetry:
 
 
 class TensorBoard:
-    """An event file in `folder`.
+    """TensorBoard event file in `folder`.
 
     Raises:
         ImportError: TensorBoard is not installed.
@@ -196,7 +196,7 @@ class TensorBoard:
         self._write(time.time(), file_version="brain.Event:2")
 
     def scalars(self, step: int, values: dict[str, float], at: float | None = None) -> None:
-        """Write numbers of a step, by tag, with the current time or `at` (Unix seconds).
+        """Write a step's numbers by tag; `at` is the Unix time, by default now.
 
         Raises:
             RunError: the disk is full or gone.

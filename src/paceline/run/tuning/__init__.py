@@ -1,4 +1,4 @@
-"""Tuning: measurements that choose a plan, by trials, and the calibration of this machine.
+"""Tuning: trials that measure plans, and the calibration of this machine.
 
-Read `auto.py` first, then `trial.py` (the ranks' part), then `calibrate.py`.
+Read `auto.py` first, then `trial.py` (which runs on the ranks), then `calibrate.py`.
 """

@@ -1,6 +1,6 @@
-"""`--plan auto`: predict, measure the few best plans if worthwhile, take the fastest.
+"""`--plan auto`: predict plans, measure the best if worthwhile, and take the fastest.
 
-A plan or setting that fails is skipped, and its reason is kept; the others are still measured.
+If a plan or setting fails, the reason is recorded, and the others are still measured.
 """
 
 from __future__ import annotations
@@ -53,26 +53,25 @@ if TYPE_CHECKING:
 
 
 Say = Callable[[str], None]
-# duration of a calibration in seconds, which only a long run can afford
+# expected duration of a calibration in seconds; only worthwhile for a long run
 CALIBRATION_S = 20.0
-# minimum number of steps in a run whose step time is compared with the prediction
+# minimum number of steps for comparing a run's step time with the prediction
 _LEAST_STEPS = 30
-# errors of the prediction alone: the job may still train
+# errors that only concern the prediction, so the job may still train
 _OF_PREDICTION = {"model.forward_failed", "model.not_built_for_check"}
 
 
 @dataclass(frozen=True)
 class AutoChoice:
-    """The plan that `auto` selects, and the reason.
+    """Plan that `auto` chooses, with the reasons.
 
     Attributes:
-        plan: the fastest plan found, or the default plan.
-        lines: the table of trials and the result, as text.
-        tried: the rows of that table, with the predictions or measurements of each plan and setting.
-        gain: step time of the plan divided by that of the default plan, from measured ratios; 1 if nothing was better.
-        seconds: duration of measuring now, the start of the ranks included; 0 if nothing was measured.
-        forecast: the plan's prediction; None if there is none, or if settings were added that the prediction does not
-            cover.
+        plan: fastest plan found, or the default plan.
+        lines: table of trials, and the result, as lines of text.
+        gain: measured step time of `plan`, divided by the default plan's step time; 1 if nothing was faster.
+        seconds: duration of the measurements, including the ranks' start; 0 if nothing was measured.
+        forecast: prediction of `plan`; None if there is none, or if it does not cover added settings.
+        tried: rows of the table: each plan and setting with its prediction or measurement.
     """
 
     plan: Plan
@@ -84,23 +83,25 @@ class AutoChoice:
 
 
 def choose(job: Job, cluster: Cluster, say: Say | None = None, *, runs: int = 1) -> AutoChoice:
-    """Choose the plan for a job on this machine; `say` gets the lines.
+    """Choose the plan for a job on this machine.
 
-    The result is cached in a file of the user. It is valid for the same work, hardware and torch version.
+    `say` is called with each line of the table of trials, and with the result.
+
+    The result is cached in the user's cache folder. It is reused for the same work, hardware and torch version.
 
     Args:
         runs: number of runs that will use the plan.
 
     Raises:
         PlanError: no plan of `auto` can run the job here.
-        LaunchError: a mistake that every plan would meet, such as an unknown model or a sample that raises.
+        LaunchError: an error that occurs under every plan, such as an unknown model or an unreadable sample.
         SystemExit: 130 or 143, after SIGINT or SIGTERM.
     """
     return _Search(job, cluster, say or (lambda line: None), runs).choose()
 
 
 def remember_run(choice: AutoChoice, job: Job, cluster: Cluster, run: Run) -> None:
-    """Record a run's measured step time beside its prediction, for later predictions."""
+    """Record a run's measured and predicted step times, to correct later predictions."""
     steps = len(run.steps())
     if choice.forecast is None or steps < _LEAST_STEPS or not run.throughput:
         return
@@ -123,15 +124,15 @@ class _Search:
         """Reuse an earlier measurement; otherwise predict, and measure if worthwhile."""
         too_few, known = steps_are_too_few(self.job), self.known
         if known and known.measured and (too_few or kept.enough(known, self.job)):
-            # the screen shows each row once, when it is measured; a report has all rows
+            # do not show the rows again; only a report includes them
             self.lines += [HEADING, *(row.line() for row in known.tried if row.tried)]
             self.tried = known.tried
             self._tell(f"plan auto: {_result(known)}, as measured before ({self.file}; delete it to measure again)")
             return self._choice(known.best, known.forecast_of(known.best), known.gain)
-        # on GPUs, where models are large, the plan's memory is still checked
+        # on GPUs, still check the plan's memory, because models are large
         if too_few and not self.cluster.has_accelerators:
             return self._of_few_steps(too_few)
-        wait_for_imports()  # measures how fast the machine is, and whether other work keeps it busy
+        wait_for_imports()  # measure the machine's speed, and the load by other processes
         calibration = kept_calibration(self.job, self.cluster)
         if known and (calibration is None or any(forecast.calibrated for forecast in known.forecasts)):
             forecasts = recorrected(known.forecasts, self.job, self.cluster)
@@ -153,9 +154,10 @@ class _Search:
         return self._measured(forecasts, listed, self._run_s(listed))
 
     def _of_few_steps(self, why: str) -> AutoChoice:
-        """Return the default plan on CPUs, unless a cached prediction shows a clearly faster one.
+        """Return the plan for a short run on CPUs: usually the default plan.
 
-        No prediction is made now: it would take seconds, more than all steps of a tiny model.
+        If a cached prediction shows a clearly faster plan, that plan is returned. A new prediction would take seconds,
+        which is longer than all steps of a tiny model take.
         """
         listed = self._listed(recorrected(self.known.forecasts, self.job, self.cluster)) if self.known else []
         best = certain(listed)
@@ -251,7 +253,7 @@ class _Search:
         self.say(line)
 
     def _tell_rows(self, tried: list[Trial]) -> None:
-        """Show the new rows of the table, except untried settings."""
+        """Show new rows of the table, except settings that were not tried."""
         if tried and not self._rows_told:
             self._tell(HEADING)
         for row in tried[self._rows_told :]:
@@ -261,7 +263,7 @@ class _Search:
 
 
 def _predicted_rows(best: Forecast, listed: Sequence[Forecast]) -> list[Trial]:
-    """Return the predicted plans that were not measured, the chosen one first."""
+    """Return rows of predicted, unmeasured plans; the chosen plan is first."""
     found = [Trial(best.plan, "chosen", predicted_s=best.step_s)]
     for forecast in sorted(listed, key=lambda one: one.step_s):
         if forecast is not best:
@@ -302,17 +304,17 @@ def _result(found: TuningResult) -> str:
     return f"{found.best}, whose step takes {found.gain:.2f} of that of {found.default}"
 
 
-# number of plans with distinct degrees, the best of each
+# number of plans with different degrees to consider
 _LOOKED_AT = 12
 
 
 def forecast(job: Job, cluster: Cluster, default: Plan, calibration: Calibration | None) -> list[Forecast]:
-    """Return the best plans by prediction, with the default and one rank alone.
+    """Return predictions of the best plans, the default plan, and a single rank.
 
-    On CPUs, one rank on one core is added as well. Plans that cannot run are excluded.
+    On CPUs, a single rank on one core is added. Plans that cannot run are excluded.
 
     Raises:
-        LaunchError: the cost model does not cover the model or the machines; the message has the reason.
+        LaunchError: the cost model does not support the model or the machines; the message has the reason.
         SystemExit: 130 or 143, after SIGINT or SIGTERM.
     """
     here = cluster if cluster.emulate is None else discover()
@@ -326,13 +328,13 @@ def _forecasts(request: tuple[Job, Cluster, Plan, Calibration | None]) -> list[F
     ignore_views()
     job, *_ = request
     found = predicted(*request)
-    # checked here, where torch and the model's code are already loaded
+    # check in this process, because it has already imported torch and the model's code
     refused = refused_of(job, [Plan.parse(row.plan) for row in found], LOOK_S)
     return [row for row in found if Plan.parse(row.plan) not in refused]
 
 
 def predicted(job: Job, cluster: Cluster, default: Plan, calibration: Calibration | None) -> list[Forecast]:
-    """Return predictions made in this process; raises the same errors as `search`."""
+    """Return predictions computed in this process; raises the errors of `search`."""
     from paceline.planning.model.model_info import model_info
     from paceline.planning.prediction import modelled
     from paceline.planning.search.search import search
@@ -343,7 +345,7 @@ def predicted(job: Job, cluster: Cluster, default: Plan, calibration: Calibratio
     for plan in (default, *(plan.for_job(job) for plan in alone)):
         if plan not in predictions and not plan_errors(job, plan, cluster=cluster):
             predictions[plan] = modelled(job, cluster, plan, calibration)
-    # microbatches would normalize over fewer samples
+    # with batch norm, exclude plans that normalize over fewer samples than the job
     if model_info(job.model).batch_norms:
         predictions = {
             plan: prediction
@@ -356,22 +358,22 @@ def predicted(job: Job, cluster: Cluster, default: Plan, calibration: Calibratio
 
 
 Tell = Callable[[list[Trial]], None]
-# number of failures that end the trial: each costs another start of the ranks
+# number of failures that end the trial, because each costs another start of the ranks
 _MOST_FAILURES = 2
-# deadline of a trial in seconds, shorter than that of a run
+# maximum deadline of a trial in seconds; runs have longer deadlines
 _HANGS_S = 120.0
-# largest ratio to the best time at which a plan measured in another start is faster beyond doubt
+# a plan measured in another launch is only faster if its time is below this ratio of the best time
 _APART = 0.97
 
 
 def measure(job: Job, cluster: Cluster, found: TuningResult, tell: Tell) -> TuningResult:
-    """Measure the plan of `found`, the other forecasts, then the settings of the best.
+    """Measure the default plan, the other predicted plans, then settings of the best plan.
 
-    A plan that divides the model needs all ranks of a launch, so a plan with fewer ranks gets its own launch if there
-    is time.
+    A plan that divides the model needs all ranks of a launch. If such a plan has fewer ranks, it is measured in its own
+    launch if there is time.
 
     Args:
-        tell: called with all rows so far, whenever there may be new ones.
+        tell: function that is called with all rows so far, whenever there may be new rows.
 
     Raises:
         LaunchError: the default plan failed.
@@ -389,7 +391,7 @@ def measure(job: Job, cluster: Cluster, found: TuningResult, tell: Tell) -> Tuni
     return found
 
 
-# errors of the data that depend on the plan; the other ones would end a run under every plan
+# data errors that depend on the plan; other data errors occur under every plan
 _DATA_ERRORS_OF_A_PLAN = {
     "data.batch_uncuttable",
     "data.host_files_counts",
@@ -402,14 +404,14 @@ _DATA_ERRORS_OF_A_PLAN = {
 
 
 def _raise_if_of_any_plan(error: PacelineError) -> None:
-    """Raise the error if the run would end with it under every plan."""
+    """Raise the error if it occurs under every plan."""
     of_data = error.code.startswith("data.") and error.code not in _DATA_ERRORS_OF_A_PLAN
     if of_data or getattr(error, "rank_error", None) == BatchError.__name__:
         raise error
 
 
 def reason_of(error: PacelineError) -> str:
-    """Return the error's first line, without the name of the rank."""
+    """Return the first line of an error, without the rank's name."""
     return re.sub(r"^rank \d+ \(.*?\) raised[^:]*: ", "", str(error).partition("\n")[0])
 
 
@@ -458,7 +460,7 @@ def _leave_out(found: TuningResult, reason: str) -> None:
 
 
 def _give_up(job: Job, cluster: Cluster, found: TuningResult) -> None:
-    """Add rows for all plans and settings that were not tried because others failed."""
+    """Add rows for the plans and settings that were not tried because of failures."""
     known = {row.change for row in found.tried}
     left = [(f.plan, f.step_s) for f in found.forecasts] + [
         (str(change), None) for change in plan_changes(job, cluster, Plan.parse(found.best))
@@ -471,7 +473,7 @@ def _give_up(job: Job, cluster: Cluster, found: TuningResult) -> None:
 
 
 def _apart(job: Job, cluster: Cluster, found: TuningResult, forecast: Forecast) -> Trial:
-    """Measure a plan in its own launch; keep it if it is clearly faster."""
+    """Measure a plan in its own launch; choose it if it is clearly faster."""
     if found.run_s is not None and SHARE_OF_RUN * found.run_s < found.spent_s + 2 * START_S:
         return Trial(forecast.plan, f"{NOT_TRIED}there was no time left to measure it", predicted_s=forecast.step_s)
     alone = TuningResult(forecast.plan, forecast.plan, forecasts=[forecast], settings=False)

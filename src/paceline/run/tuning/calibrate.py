@@ -1,6 +1,6 @@
-"""Calibration of a job on this machine, or on measured runs.
+"""Calibration of predictions, on this machine or with measured runs.
 
-Measured runs are tables, run directories, and logs of other systems. `operations_of` profiles a plan's ranks.
+Measured runs come from tables, run directories, and logs of other systems. `operations_of` profiles a plan's ranks.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ if TYPE_CHECKING:
 
 
 Say = Callable[[str], object]
-_MOST_RANKS = 8  # on the cores of a host
+_MOST_RANKS = 8  # maximum number of ranks in a calibration
 
 
 def calibrate(
@@ -70,16 +70,16 @@ def calibrate(
     precisions: Sequence[str] = (),
     axes: Sequence[Axis] = AXES,
 ) -> Calibration:
-    """Return the calibration of the job on this machine, new or cached.
+    """Return the cached calibration of a job on this machine, or measure it.
 
-    `say` is called with the kind, and the reason for a new measurement. Emulated hosts share this machine's cores, so
-    its measurements hold for them. The rates of their links are known; the overhead of TCP is measured once, between
-    two such hosts.
+    `say` is called with lines that explain what is measured and why. Emulated hosts share this machine's cores, so the
+    calibration is valid for them. The rates of their links are known, but the overhead of TCP is measured once, between
+    two emulated hosts.
 
     Args:
-        precisions: precisions in addition to the job's own.
-        axes: axes along which plans may divide the work; fewer take less time. A calibration that lacks some is
-            measured again.
+        precisions: precisions to measure in addition to the job's precision.
+        axes: axes along which plans may divide the work; fewer axes take less time. If a cached calibration lacks an
+            axis, everything is measured again.
 
     Raises:
         ClusterError: the cluster is not this machine, or has GPUs.
@@ -104,7 +104,7 @@ def _on_this_machine(job: Job, host: Host, say: Say, precisions: Sequence[str], 
         return found
     if why is not None:
         say(f"{why}; measuring again")
-    if found is not None:  # a calibration that lacks something is extended, not replaced
+    if found is not None:  # keep what the cached calibration covers, and add what it lacks
         wanted = tuple(dict.fromkeys((*wanted, *found.precisions)))
         axes = [axis for axis in AXES if axis in axes or any(a.axis == axis for a in found.points)]
     ranks = max(1, min(host.physical_cores, _MOST_RANKS))
@@ -131,9 +131,9 @@ def _on_this_machine(job: Job, host: Host, say: Say, precisions: Sequence[str], 
 
 
 def _between_hosts() -> list[Collective]:
-    """Measure collectives over paceline's TCP transport, between two emulated hosts.
+    """Measure collectives over paceline's TCP transport between two emulated hosts.
 
-    Their link is as fast as the machine.
+    The rate of their link is not limited.
     """
     from paceline.comm.measure.calls import measure_on_rank
 
@@ -201,9 +201,9 @@ def _calibrated(request: tuple[Job, Cluster, int, tuple[str, ...], tuple[Axis, .
 
 
 def _reason_against(axis: Axis, job: Job, cluster: Cluster, ranks: int) -> str | None:
-    """Return the reason why the model cannot be divided along the axis at all.
+    """Return the reason why the model cannot be divided along an axis, or None.
 
-    The batch is not checked, because the ranks take one that can be divided.
+    The batch size is not checked, because the ranks choose a divisible batch size.
     """
     if axis == "none":
         return None
@@ -221,16 +221,16 @@ _FORMS = (
     "a table of runs (.csv, in the columns of docs/how-to/calibrate.md), a run directory of paceline, a "
     "log of Megatron-LM or torchtitan, or a folder of such"
 )
-_MOST_REASONS, _MOST_PLACES = 8, 6  # maximum number of printed reasons
+_MOST_REASONS, _MOST_PLACES = 8, 6  # maximum numbers of printed reasons, and of printed places per reason
 
 
 @dataclass(frozen=True)
 class LogReader:
-    """Reader of the logs of another system.
+    """Reader of another system's logs.
 
     Attributes:
-        read: takes a file and the cluster of its run, and returns the run. Raises PlanError if the file is not such a
-            log, or does not describe the run.
+        read: function of a log file and the run's cluster that returns the run. It raises PlanError if the file is no
+            log of this system, or lacks facts about the run.
     """
 
     read: Callable[[Path, Cluster | None], Row]
@@ -240,7 +240,7 @@ LOG_READERS = ExtensionPoint[LogReader]("reader of logs", "paceline.log_readers"
 
 
 class Runs(NamedTuple):
-    """Measured runs, and the reasons for unusable files."""
+    """Measured runs, and the reasons why other rows or files cannot be used."""
 
     rows: tuple[Row, ...]
     skipped: tuple[Skipped, ...]
@@ -252,17 +252,17 @@ def calibrate_on(
     """Return the factors by which measured runs differ from predictions.
 
     Args:
-        paths: tables of runs (CSV), run directories, logs of Megatron-LM or torchtitan, or folders of these; one or
-            several.
-        cluster: a `Cluster`, its file or its name, on which the logs were written; logs do not name it. None if there
-            are no logs.
-        say: called with a line for each reason why something was not used, and with the factors.
+        paths: one or several paths: tables of runs (CSV), run directories, logs of Megatron-LM or torchtitan, or
+            folders of these.
+        cluster: a `Cluster`, its file or its name. Logs need it, because they do not name the cluster of their run.
+            None if there are no logs.
+        say: function that is called with the factors, and with each reason why data was not used.
 
     Returns:
-        The factors, for the argument `calibration` of `paceline.plan` and `paceline.estimate`.
+        The factors, to be passed as `calibration` to `paceline.plan` and `paceline.estimate`.
 
     Raises:
-        PlanError: a path is none of these, or no run in them can be used; the message has every reason.
+        PlanError: a path has no supported form, or no run can be used; the message lists every reason.
 
     Example:
         >>> factors = paceline.calibrate_on(["runs.csv", "runs/"], say=print)
@@ -377,7 +377,7 @@ def _summary(runs: Runs, found: Adjustment) -> str:
 
 
 def _times(found: Adjustment) -> str:
-    """Return the factor of all runs, and the range of the factors of each kind."""
+    """Return text with the factor over all runs, and the range of factors by kind."""
     kinds = [math.exp(log) for key, log in found.logs.items() if len(key) == max(map(len, found.logs))]
     least, most = min(kinds), max(kinds)
     general = f"{math.exp(found.logs[()]):.2f} times"
@@ -396,13 +396,13 @@ def _not_used(skipped: Sequence[Skipped]) -> list[str]:
     return lines
 
 
-# prefix of the names of the trace slices of a step and of its phases
+# prefixes of the names of trace slices: steps, and phases of a step
 STEP, PHASE = "paceline step ", "paceline "
 
 
 @dataclass(frozen=True)
 class RankOperations:
-    """Chrome trace of one rank, as torch's profiler exports it, compressed."""
+    """Compressed Chrome trace of one rank, exported by torch's profiler."""
 
     packed: str
 
@@ -420,11 +420,10 @@ class RankOperations:
 def operations_of(job: Job, cluster: Cluster, plan: Plan, steps: int) -> list[RankOperations]:
     """Profile a few steps of a plan on real data, after a warm-up.
 
-    There is one trace per rank, and the weights do not change.
-
+    Returns one trace per rank. The weights do not change.
 
     Raises:
-        RunError: the plan has servers, or its ranks were on hosts that are not emulated here.
+        RunError: the plan has servers, or the cluster has several real hosts.
         LaunchError: the ranks failed; the message has the reason.
     """
     if sync_info(plan.sync).served:
@@ -462,10 +461,10 @@ def _profiled(request: tuple[Job, Cluster, Plan, int]) -> RankOperations:
             job, plan, data, part_of(group, plan), threads=plan.threads_for(host, here), cores=cores
         )
         candidate.is_warm(greatest(group, candidate.warm_up()))
-        os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # otherwise the profiler logs a missing GPU as an error
+        os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # without this, the profiler logs a missing GPU as an error
         assert candidate.engine is not None
         with profile(activities=supported_activities() or [ProfilerActivity.CPU]) as profiler:
-            greatest(group, 0.0)  # the profiler's initial work is finished on all ranks
+            greatest(group, 0.0)  # wait until the profiler has started on all ranks
             for number in range(1, steps + 1):
                 with record_function(f"{STEP}{number}"), _phases(candidate.engine):
                     candidate.step()

@@ -1,4 +1,4 @@
-"""Ranks of a calibration: passes of the model by segment, and steps under each split."""
+"""Ranks of a calibration: time passes by model segment, and steps under each split."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ from paceline.run.record.run import Run
 from paceline.split.mesh import Mesh
 from paceline.wire.status import StatusBoard
 
-# minimum duration of a pass in seconds for which one round of passes is enough
+# if a pass takes longer than this many seconds, one round of passes is enough
 _LONG_S = 0.15
-# seconds and number of passes for each microbatch size, after one warm-up pass
+# seconds, and limits of the number of passes, per microbatch size, after one warm-up pass
 _PASS_S, _PASSES = 0.15, (3, 30)
-# seconds and number of steps for each setting of an engine, after two steps
+# seconds, and limits of the number of steps, per setting of an engine, after two warm-up steps
 _STEP_S, _STEPS = 0.25, (3, 30)
 _UPDATES = 3
-# numbers of microbatches in a calibration point's steps: with pp, and without
+# numbers of microbatches in measured steps, with pp and without
 _PIPELINED = (2, 4)
 _ACCUMULATED = (1, 2)
 
@@ -60,12 +60,12 @@ _ACCUMULATED = (1, 2)
 class RankCalibration:
     """One rank of a calibration.
 
-    Measurements of several ranks begin at the same moment on all; while one rank measures alone, the others wait.
+    If several ranks measure, they begin at the same time. While one rank measures alone, the others wait.
 
     Args:
-        here: the machine, for the record of the runs.
-        folder: folder for the measured runs; rank 0's folder is used.
-        cores: physical cores of the machine.
+        here: cluster of this machine, for the measured runs' records.
+        folder: folder for the measured runs' records; all ranks use rank 0's folder.
+        cores: number of physical cores of the machine.
     """
 
     def __init__(
@@ -86,12 +86,12 @@ class RankCalibration:
         self.segments: tuple[str, ...] = ("",)
 
     def run(self, transports: Sequence[str]) -> Measurements:
-        """Measure everything: passes, steps, updates, and the collectives over these transports."""
+        """Measure passes, steps, updates, and collectives over the given transports."""
         seed_all(self.job.seed)
         torch.set_num_threads(self.threads)
         self.data = self.job.data.build(input_shape=self.job.model.input_shape(), seed=self.job.seed)
         baseline = self._memory()
-        # First, while the process has no more memory in use than that of a run.
+        # Measure steps first, while the process uses no more memory than a run.
         points = [
             point
             for axis in self.axes
@@ -111,7 +111,7 @@ class RankCalibration:
         )
 
     def _collectives(self, transports: Sequence[str]) -> list[Collective]:
-        """Measure the times of collectives; a failure of a package's transport is recorded."""
+        """Measure collectives; if a package's transport fails, record the failure."""
         found: list[Collective] = []
         for transport in transports:
             error, measured = None, list[Collective]()
@@ -121,14 +121,14 @@ class RankCalibration:
                 if transport in TRANSPORTS.built_in:
                     raise
                 error = f"{type(failure).__name__}: {failure}"
-            # one rank's failure counts for all
+            # if one rank fails, no rank uses its measurements
             errors = [one for one in self.group.gather_json(error) if one]
             found += [] if errors else measured
             self.notes += [transport_note(transport, one) for one in errors[:1]]
         return found
 
     def _precisions(self, axis: Axis) -> Sequence[str]:
-        """Return the job's own precision, and further ones if the model stays whole."""
+        """Return the precisions to measure: only the job's own if the axis divides the model."""
         return self.precisions if axis in ("none", "dp") else self.precisions[:1]
 
     # Passes of the undivided model
@@ -154,7 +154,7 @@ class RankCalibration:
         return found, optimizer_s, sum(p.numel() for p in model.parameters())
 
     def _timing(self, passes: _Passes, ranks: int, precision: str, remat: str, samples: int) -> PassTiming:
-        """Return the median time of one pass with `ranks` ranks at once; the others wait."""
+        """Return the median times of a pass while `ranks` ranks compute and others wait."""
         takes_part = self.group.rank < ranks
         threads = self.cores if ranks == 1 else self.threads
         torch.set_num_threads(threads)
@@ -183,21 +183,21 @@ class RankCalibration:
         )
 
     def _better(self, passes: _Passes, once: PassTiming) -> PassTiming:
-        """Return the better of two rounds for short passes.
+        """Measure short passes again, and return the better of two rounds.
 
-        Other work disturbs short passes; for long passes one round is enough.
+        Other work on the machine disturbs short passes. For long passes, one round is enough.
         """
         if self._greatest(sum(once.forward_s) + sum(once.backward_s)) > _LONG_S:
             return once
         return _better(once, self._timing(passes, once.ranks, once.precision, once.remat, once.samples))
 
     def _updates(self, model: nn.Module) -> dict[str, float]:
-        """Return the seconds of an optimizer step on the whole model, on all ranks."""
+        """Return the seconds of a plain and a fused optimizer step on the whole model."""
         found = {}
         for fused in (False, True):
             try:
                 optimizer = self.job.optimizer.build(dict(model.named_parameters()), names=names_of(model), fused=fused)
-            # not every optimizer has a fused step
+            # some optimizers have no fused step
             except (PacelineError, RuntimeError):
                 continue
             for parameter in model.parameters():
@@ -217,7 +217,7 @@ class RankCalibration:
     def _points(self, axis: Axis, precision: str) -> list[CalibrationPoint]:
         """Return calibration points with two numbers of microbatches, on half of a global batch.
 
-        Predictions are needed for other sizes than the measured ones.
+        Half of a batch is enough, because predictions extrapolate to other sizes.
         """
         if axis == "none":
             group = Group(deadline_s=self.group.deadline_s)
@@ -236,7 +236,7 @@ class RankCalibration:
         _trim()
         try:
             engine = build_engine(job, plan, built(job, plan), self.data, group)
-        # the same on all ranks, because it follows from shapes
+        # all ranks raise this error, because it depends only on shapes
         except PlanError as error:
             self.notes.append(f"{axis}={group.size}: {error}")
             return []
@@ -280,7 +280,7 @@ class RankCalibration:
         steps = [next(steps_of) for _ in range(count)]
         steps_of.close()
         of_all = [statistics.median(values) for values in zip(*steps, strict=True)]
-        # makes the parts sum to the median step
+        # factor that makes the parts sum to the median step time
         scale = statistics.median(sum(parts) for parts in steps) / sum(of_all)
         parts = _mean(group, [scale * part for part in of_all])
         named = (DATA, COMPUTE, BUBBLE, OPTIMIZER)
@@ -318,7 +318,7 @@ class RankCalibration:
 
 
 class _Passes:
-    """Forward and backward passes of a model on samples of the job's data."""
+    """Runner of a model's forward and backward passes on the job's data."""
 
     def __init__(self, job: Job, model: nn.Module, data: DataSets) -> None:
         self.model, self.loss = model, job.loss.build()
@@ -331,7 +331,7 @@ class _Passes:
 
     @contextmanager
     def under(self, precision: str, remat: str) -> Iterator[None]:
-        """Return a context with the model in this precision, optionally with recomputed blocks."""
+        """Within this context, use a precision, and recompute blocks as `remat` says."""
         undo: Callable[[], object] = lambda: None  # noqa: E731 - an Undo, as `rematerialise` returns
         if remat != "none":
             from paceline.split.remat import rematerialise
@@ -377,9 +377,9 @@ def _steps(loop: Loop) -> Generator[list[float], None, None]:
 
 
 def _better(one: PassTiming, other: PassTiming) -> PassTiming:
-    """Return the shorter of two medians, with the larger memory.
+    """Return the timing with the shorter time, and the larger of both memory peaks.
 
-    Other work can only increase the times.
+    Other work on the machine can only increase times.
     """
     return replace(min(one, other, key=lambda timing: timing.seconds), peak_bytes=max(one.peak_bytes, other.peak_bytes))
 
@@ -404,35 +404,35 @@ def _peak_bytes() -> int:
 
 
 def _forget_peak() -> None:
-    """Reset the kernel's peak memory counter (proc(5): 5 to clear_refs)."""
+    """Reset the kernel's peak memory counter; see clear_refs in proc(5)."""
     with open("/proc/self/clear_refs", "w") as file:
         file.write("5")
 
 
 def _trim() -> None:
-    """Return free heap memory to the system if the C library supports it.
+    """Return free heap memory to the operating system, if the C library supports it.
 
-    Otherwise earlier measurements would hide later peaks.
+    Otherwise memory of earlier measurements would hide later peaks.
     """
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
 
 
-# the segment after the last block; no module has such a name
+# name of the segment after the last block, which no module can have
 END = "/end"
 
 
 class SegmentTimer:
-    """Timer that cuts a pass where the named modules are called.
+    """Timer that divides a pass into segments at the calls of the named modules.
 
-    There is a segment before the first module, one for each module, and one after the last. In the backward pass, a
-    segment ends when the gradient of its module's first input tensor is complete. A module without such a tensor is
-    counted with the previous segment.
+    There is one segment before the first module, one per module, and one after the last. In the backward pass, a
+    segment ends when the gradient of its module's first input is complete. If no input of a module needs a gradient,
+    its time counts for the previous segment.
 
     Attributes:
-        names: segments in the order of their calls, known after a pass.
-        seconds: seconds of the newest pass, forward and backward.
+        names: names of the segments in call order, known after a pass.
+        seconds: duration of the newest forward and backward pass.
     """
 
     def __init__(self, model: nn.Module, modules: Sequence[str]) -> None:
@@ -443,11 +443,14 @@ class SegmentTimer:
         self._backward: list[list[float]] = []
 
     def clear(self) -> None:
-        """Discard the passes so far."""
+        """Discard all measured passes."""
         self._forward, self._backward = [], []
 
     def medians(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        """Seconds of each segment, forward and backward, scaled to the median pass."""
+        """Return each segment's median seconds, forward and backward.
+
+        The values are scaled so that their sum is the median pass.
+        """
         wholes = [sum(f) + sum(b) for f, b in zip(self._forward, self._backward, strict=True)]
         scale = statistics.median(wholes)
         forward, backward = (
@@ -459,7 +462,7 @@ class SegmentTimer:
 
     @contextmanager
     def around(self) -> Iterator[None]:
-        """Time one forward and backward pass."""
+        """Time one forward and backward pass within this context."""
         self._entered: dict[str, float] = {}
         self._complete: dict[str, float] = {}
         handles = [
@@ -485,7 +488,7 @@ class SegmentTimer:
             self._watch(name, (args, keywords))
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        # the last module to return sets the time
+        # the last of the modules to return sets the start of the last segment
         self._entered[END] = time.perf_counter()
         self._watch(END, output)
 
@@ -505,7 +508,7 @@ class SegmentTimer:
         starts = [self._started, *(self._entered[name] for name in order), self._turned]
         self._forward.append([later - earlier for earlier, later in pairwise(starts)])
         ends = [now, *(self._complete.get(name, 0.0) for name in order), self._turned]
-        # a missing or unordered time is counted with the previous segment
+        # if a time is missing or out of order, count it for the previous segment
         for i in range(1, len(ends) - 1):
             ends[i] = min(ends[i], ends[i - 1]) if ends[i] else ends[i - 1]
         self._backward.append([max(0.0, before - after) for before, after in pairwise(ends)])

@@ -1,8 +1,6 @@
-"""Result of a trial, as ranks report it, and its cache.
+"""Result of a trial, as the ranks report it, and its cache.
 
-The cache has a file for each work, hardware and torch.
-
-Needs no torch.
+The cache has one file per combination of work, hardware and torch version. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -28,20 +26,23 @@ BEGINNING = "the plan to begin with"
 
 @dataclass
 class TuningResult:
-    """Result of a trial so far, kept in a file from which another trial continues.
+    """Result of a trial so far, cached so that another trial can continue.
 
     Attributes:
-        default: the plan at the start; `step_s` is the median of its steps, `run_s` the longest run with them.
-        best: the fastest plan so far.
-        tried: rows of the tried plans and settings; the first is the default plan.
-        under_way: the setting that is being tried.
-        gain: step time of the best plan divided by that of the default, from the measured ratios of kept changes.
-        complete: True if every plan and setting that can help has been tried long enough.
-        forecasts: the plans with a predicted step time, the default's first if it is among them; the others are to be
-            measured.
-        share: largest fraction of the run that measuring may take.
-        settings: True if settings are tried as well.
-        before_s: longest possible duration of the job's earlier runs, in which nothing was measured.
+        default: default plan, with which the trial begins.
+        best: fastest plan so far.
+        tried: rows of the tried plans and settings; the first row is the default plan.
+        under_way: plan or setting that is being tried; None between trials.
+        step_s: median step time of the default plan.
+        run_s: longest possible duration of the run at this step time; None if unknown.
+        budget_s: seconds that measuring may take.
+        spent_s: seconds that measuring has taken.
+        gain: step time of the best plan divided by the default plan's, from the measured ratios of kept changes.
+        complete: whether every promising plan and setting has been tried long enough.
+        forecasts: predictions of plans to measure; the default plan is first if it has a prediction.
+        share: maximum fraction of the run's duration that measuring may take.
+        settings: whether to try settings as well.
+        before_s: longest possible duration of the job's earlier runs, before which nothing was measured.
     """
 
     default: str
@@ -62,7 +63,7 @@ class TuningResult:
 
     @property
     def measured(self) -> bool:
-        """True if there was a trial; otherwise the plan was chosen without one."""
+        """True if a trial has measured plans; False if the plan was chosen without."""
         return bool(self.tried)
 
     def forecast_of(self, plan: str) -> Forecast | None:
@@ -73,7 +74,7 @@ class TuningResult:
 def file_of(job: Job, cluster: Cluster, default: Plan) -> Path:
     """Return the file of a job's cached result.
 
-    Its name has the work, the hardware and the versions.
+    The file name has a hash of the work, the hardware and the versions.
     """
     key = work_facts(job, WORK) | {"hardware": hardware_of(cluster), "plan": str(default)}
     key |= {package: version(package) for package in ("paceline", "torch")}
@@ -81,12 +82,12 @@ def file_of(job: Job, cluster: Cluster, default: Plan) -> Path:
 
 
 def read(file: Path, job: Job, cluster: Cluster) -> TuningResult | None:
-    """Read the cached result for this job if its plan can still run."""
+    """Read the cached result of a job; None if its plan can no longer run."""
     try:
         found = TypeAdapter(TuningResult).validate_python(json.loads(file.read_text()))
         plan = Plan.parse(found.best)
     except (OSError, ValueError, TypeError, KeyError, PlanError):
-        # never measured, or by another version
+        # there is no result, or another version wrote it
         return None
     return found if not plan_errors(job, plan, cluster=cluster) else None
 
@@ -101,6 +102,6 @@ def enough(found: TuningResult, job: Job) -> bool:
 
 
 def write(file: Path, found: TuningResult, busy: float = 0.0) -> str:
-    """Write a result to the cache; see `cache.keep`."""
+    """Write a result to the cache; return the message of `keep`."""
     text = json.dumps(TypeAdapter(TuningResult).dump_python(found, mode="json"), indent=1)
     return keep(file, text, busy=busy, hint=" (delete it to measure again)")

@@ -1,8 +1,8 @@
-"""Trial of plans and settings: the real model on real data, plans in turn.
+"""Trial of plans and settings, in turn, with the real model on real data.
 
-The processes of a trial are discarded afterwards, so nothing is restored. Every rank sees the same times and makes the
-same decision. A failure ends all processes of the trial, so that no rank waits for one that raised. The launcher then
-starts again without that plan or setting.
+The processes of a trial end afterwards, so nothing has to be restored. All ranks know the same times, so all make the
+same decision. A failure ends all processes of the trial, because other ranks would wait for the failed rank. The
+launcher then starts new processes, without the plan or setting that failed.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ from paceline.run.tuning.result import BEGINNING, TuningResult
 from paceline.stats import median_interval
 from paceline.wire.status import StatusBoard
 
-# minimum number of seconds for dividing the model in another way
+# assumed minimum of seconds for dividing the model in another way
 _DIVIDING_S = 1.0
 
 
 class RankTrial:
     """One rank of a trial.
 
-    `report` gets the result so far whenever there is more; only rank 0's result counts.
+    `report` is called with the result so far, whenever it changes; only rank 0's result is used.
     """
 
     def __init__(
@@ -64,19 +64,19 @@ class RankTrial:
         self.default = Plan.parse(found.default)
         self.board = StatusBoard.of_this_rank()
         self.cores = os.sched_getaffinity(0)
-        # start of the time that counts against the budget
+        # start of the time that the budget limits
         self.since: float | None = None
         self.spent_before_s = found.spent_s
         seed_all(job.seed)
         self.data = job.data.build(input_shape=job.model.input_shape(), seed=job.seed)
 
     def run(self) -> TuningResult:
-        """Compare each plan with the best so far, then each setting on it."""
+        """Compare each plan with the best so far, then settings of the best."""
         self._now_trying(BEGINNING)
         self.best = self._candidate(Plan.parse(self.findings.best))
         self._begin([self._turn(self.best) for _ in range(LEAST_ROUNDS)])
         others = [f for f in self.findings.forecasts if f.plan != self.findings.default]
-        # for these plans, the prediction errors exceed the possible savings
+        # plans that leave cores idle: predictions are not exact enough to decide about them
         alone = idle_cores(self.cluster, self.best.plan) if self.findings.settings else []
         self._try([*alone, *(PlanChange.of(Plan.parse(other.plan), other.step_s) for other in others)])
         if self.findings.settings:
@@ -92,7 +92,7 @@ class RankTrial:
                 self._note(self._untried(change) or self._tried(change))
 
     def _begin(self, step_s: list[float]) -> None:
-        """Set the limits by the first plan's step time; this measurement is not counted."""
+        """Set the time budget from the first plan's step time."""
         findings, own = self.findings, median_interval(step_s)
         self.best_s = own.middle
         if not findings.tried:
@@ -126,23 +126,23 @@ class RankTrial:
         return Trial(str(change), f"{NOT_TRIED}{why}", predicted_s=change.predicted_s)
 
     def _tried(self, change: PlanChange) -> Trial:
-        """Compare the best plan with a challenger, and keep the better one.
+        """Compare the best plan with a challenger, and keep the faster one.
 
-        The challenger is another plan, or the best plan with the setting.
+        The challenger is another plan, or the best plan with a changed setting.
         """
         self._now_trying(str(change))
         asked_s = self._spent_s()
         challenger = self._candidate(change.on(self.best.plan))
         begun_s = self._spent_s()
-        # the run is long enough for this cost, so it does not count against the comparisons' budget
+        # the run is long enough for this cost, so add it to the budget
         if change.cost_s:
             self.findings.budget_s += begun_s - asked_s
-        # the remaining budget is for the next comparisons
+        # remaining budget for this and later comparisons
         left_s = self.findings.budget_s - begun_s
         comparison = Comparison()
         comparison.add(challenger.warm_s, self.best_s)
         comparison.add(self._turn(challenger), self._turn(self.best))
-        # more rounds of a hopeless challenger would only cost time
+        # if the challenger is hopelessly slow, these two rounds decide; otherwise measure it without the warm-up
         if not comparison.hopeless:
             comparison = Comparison()
         while not comparison.decided and (
@@ -157,7 +157,7 @@ class RankTrial:
             self.findings.best = str(self.best.plan)
         challenger.close()
         del challenger
-        # a model and its optimizer refer to each other, and the next one needs the memory
+        # a model and its optimizer form a reference cycle; free their memory for the next candidate
         gc.collect()
         return tried
 
@@ -171,7 +171,10 @@ class RankTrial:
         return candidate
 
     def _round(self, challenger: TrialCandidate, *, of_update: bool) -> tuple[float, float]:
-        """Return seconds per step of challenger and best; `of_update`: only their optimizer updates differ."""
+        """Return seconds per step of the challenger and the best plan.
+
+        With `of_update`, only their optimizer updates are compared.
+        """
         new_s, best_s = self._turn(challenger), self._turn(self.best)
         if not of_update:
             return new_s, best_s
@@ -182,7 +185,7 @@ class RankTrial:
         return self._greatest(candidate.turn())
 
     def _spent_s(self) -> float:
-        """Return the seconds spent by rank 0's clock, so that all ranks decide equally."""
+        """Return the spent seconds by rank 0's clock, so that all ranks decide equally."""
         own_s = self.spent_before_s + (time.monotonic() - self.since if self.since else 0.0)
         return self._greatest(own_s if self.group.rank == 0 else 0.0)
 
@@ -203,8 +206,8 @@ class RankTrial:
 def apart_from_updates(steps_s: tuple[float, float], updates_s: tuple[float, float]) -> tuple[float, float]:
     """Return step times of two plans that differ only in their optimizer updates.
 
-    The time outside of the updates is replaced by its mean over both plans. If an update's time is 0, as on a device
-    that has not reported it yet, the step times are returned as they are.
+    The time outside of the updates is replaced with its mean over both plans. If an update's time is unknown (0), the
+    step times are returned unchanged.
     """
     if not all(updates_s):
         return steps_s
@@ -213,25 +216,26 @@ def apart_from_updates(steps_s: tuple[float, float], updates_s: tuple[float, flo
 
 
 WARM_UP_STEPS = 2
-# seconds of one plan's steps before the other plan's turn
+# seconds of one plan's turn, before the other plan's turn
 _TURN_S = 0.15
 _MOST_STEPS_A_TURN = 8
-# factor for turns with loader processes, which waited during the other plan's turn
+# factor for turns with loader processes, which have read ahead during the other plan's turn
 _LONGER = 4
-# A shorter step is slower the first time in a turn, because caches and threads still serve the other plan.
+# If steps are shorter than this many seconds, a turn's first step is slow, because caches and threads still serve the
+# other plan.
 _SETTLING_S = 0.5
 
 
 class TrialCandidate:
-    """An engine under a plan, with the job's own data; idle ranks have none.
+    """Engine under a plan, with the job's data; other ranks have no engine.
 
     Args:
-        group: group of the plan's ranks, from `part_of`; None on the others.
-        threads: threads of a rank.
-        cores: cores that a rank may run on.
+        group: group of the plan's ranks, from `part_of`; None on other ranks.
+        threads: number of threads of a rank.
+        cores: cores on which a rank may run.
 
     Attributes:
-        update_s: seconds per step that the update took in the newest turn; 0 if unknown.
+        update_s: seconds per step of the optimizer updates in the newest turn; 0 if unknown.
     """
 
     def __init__(
@@ -248,12 +252,12 @@ class TrialCandidate:
         self.engine = begin_engine(job, plan, data, group)
         self.steps_per_epoch = self.engine.loader.partition.steps_per_epoch
         self._batches = _endless(self.engine.loader)
-        # The time of a step does not change, and the weights stay: no trial diverges, whatever its number of steps.
+        # With a learning rate of 0, the weights stay the same, so a trial cannot diverge. A step takes the same time.
         for parameters in self.engine.optimizer.param_groups:
             parameters["lr"] = 0.0
 
     def warm_up(self) -> float:
-        """Take the first steps, which compile and allocate; return the seconds of the last."""
+        """Take the first steps, which compile and allocate; return the last step's seconds."""
         if self.engine is None:
             return 0.0
         self._take_over()
@@ -261,14 +265,14 @@ class TrialCandidate:
         return self._steps(1)
 
     def is_warm(self, step_s: float) -> None:
-        """Set the length of a turn from the step time of the slowest rank."""
+        """Set the number of steps per turn from the slowest rank's step time."""
         self.warm_s = step_s
         self.settles = step_s < _SETTLING_S
         most = _MOST_STEPS_A_TURN * self._longer
         self.steps_a_turn = max(1, min(most, round(_TURN_S / step_s)))
 
     def turn(self) -> float:
-        """Take a few steps; return seconds per step, with data loading."""
+        """Take the steps of a turn; return seconds per step, including data loading."""
         if self.engine is None:
             return 0.0
         self._take_over()
@@ -277,7 +281,7 @@ class TrialCandidate:
         return self._steps(self.steps_a_turn)
 
     def step(self) -> Timing | None:
-        """Take one step, with its data; only on ranks of the plan."""
+        """Load a batch and take one step; only on ranks of the plan."""
         assert self.engine is not None
         self.engine.on_phase("data", self.engine.step_count + 1)
         batch = next(self._batches)
@@ -309,20 +313,23 @@ class TrialCandidate:
         use_onednn(self.plan.onednn)
         if os.sched_getaffinity(0) != self.cores:
             for thread in os.listdir("/proc/self/task"):
-                # the thread has just ended
+                # the thread may just have ended
                 with suppress(ProcessLookupError):
                     os.sched_setaffinity(int(thread), self.cores)
 
 
 def ignore_views() -> None:
-    """Ignore torch's warning about models that return views, which are not changed in place here."""
+    """Ignore FSDP2's warning about models that return views.
+
+    The warning does not apply, because outputs are not changed in place here.
+    """
     warnings.filterwarnings("ignore", "FSDP2-wrapped module", UserWarning)
 
 
 def part_of(world: Group, plan: Plan) -> Group | None:
-    """Return the group of the plan's ranks, the first ones; None on the others.
+    """Return the group of the plan's ranks, which are the first ranks; None on others.
 
-    Every rank calls this. On CPUs the group is always new, because shared memory for gradients lives as long as its
+    Every rank calls this. On CPUs, the group is always new, because shared memory for gradients lives as long as its
     group.
     """
     size = plan.ranks
