@@ -39,7 +39,7 @@ class _StandIn(ModuleType):
     """Stand-in for `torch._dynamo` until the compiler is used.
 
     Attributes:
-        disabled: functions that the compiler must skip; True if it must also skip the functions that they call.
+        disabled: functions that the compiler must skip, each with True if their callees must be skipped as well.
     """
 
     trace_rules = _TraceRules

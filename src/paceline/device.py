@@ -183,7 +183,7 @@ class Download:
         self._arrived.record()
 
     def numbers(self) -> list[float]:
-        """Return the numbers; the host waits until they have arrived."""
+        """Wait until the numbers have arrived, and return them."""
         if not self._arrived.query():
             self._arrived.synchronize()
         found: list[float] = self._host.tolist()

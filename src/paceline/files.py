@@ -78,7 +78,7 @@ def create_private(path: Path) -> IO[bytes]:
 
 
 def private_opener(path: str, flags: int) -> int:
-    """Create files of mode 0600, as the `opener` of `open`."""
+    """Open files with mode 0600; pass this function to `open` as `opener`."""
     return os.open(path, flags | os.O_CLOEXEC, PRIVATE_FILE)
 
 
@@ -129,7 +129,7 @@ def sockets_fit(folder: str) -> bool:
 def temporary_folder(below: str) -> str:
     """Return a folder for temporary files, with a path short enough for sockets.
 
-    It is TMPDIR. If TMPDIR is too long, it is a shorter folder if one exists.
+    The result is TMPDIR, or a shorter folder if TMPDIR is too long and a shorter one exists.
     """
     chosen = tempfile.gettempdir()
     found = (folder for folder in (chosen, *_SHORT) if os.access(folder, os.W_OK) and _fits(f"{folder}/{below}"))
@@ -268,7 +268,7 @@ def read_text(path: Path, limit: int = TEXT_LIMIT) -> str:
 
 
 def kernel_text(path: Path) -> str:
-    """Read the stripped text of a kernel file; empty if it cannot be read."""
+    """Return the stripped text of a kernel file; empty if the file cannot be read."""
     try:
         return path.read_text().strip()
     except OSError:
@@ -276,7 +276,7 @@ def kernel_text(path: Path) -> str:
 
 
 def whole_lines(path: Path, limit: int = LINES_LIMIT) -> Iterator[bytes]:
-    """Return the lines of a regular file, cut at `LINE_LIMIT`.
+    """Return the lines of a regular file, each cut at `LINE_LIMIT` bytes.
 
     Only the beginning of a longer line is returned, so parsers treat it as a broken line.
 

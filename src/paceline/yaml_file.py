@@ -25,7 +25,7 @@ class FileKind:
     Attributes:
         name: name of the kind, such as `job`.
         needs: the required keys, as text.
-        example: a key with its value, in backticks.
+        example: example of a key with its value, in backticks.
         error: class of the errors for files of this kind.
     """
 

@@ -279,8 +279,8 @@ class Block:
 
     Attributes:
         positions: position of each sample in the order of its epoch, step by step, row by row.
-        starts: offset in the deal of each sample's client.
-        epochs: each epoch of the clients, with its samples if there are several epochs.
+        starts: for each sample, the offset of its client in the deal.
+        epochs: epochs of the clients. If there are several, each epoch has the positions of its samples.
     """
 
     steps: list[Step]

@@ -100,11 +100,11 @@ class FederatedRule:
         return {}
 
     def discount(self, staleness: int) -> float:
-        """Return the factor of an update that began `staleness` server steps ago."""
+        """Return the weight of an update that began `staleness` server steps ago."""
         return 1.0
 
     def step(self, parameters: Tensor, mean: Tensor, returned: Mapping[str, Tensor], clients: int) -> None:
-        """Step the server's parameters (p,) in place.
+        """Update the server's parameters, of shape (p,), in place.
 
         Args:
             mean: the aggregated update of shape (p,): the weighted mean of the clients' deltas, or a robust aggregate.
@@ -190,7 +190,7 @@ class FedAdam(FederatedRule):
         self._second = torch.full_like(parameters, self.tau**2)
 
     def step(self, parameters: Tensor, mean: Tensor, returned: Mapping[str, Tensor], clients: int) -> None:
-        """Step by the first moment divided by the root of the second moment."""
+        """Update the parameters by the first moment divided by the root of the second moment."""
         self._first.mul_(self.beta1).add_(mean, alpha=1 - self.beta1)
         self.update_second(self._second, mean * mean)
         parameters.addcdiv_(self._first, self._second.sqrt().add_(self.tau), value=self.lr)

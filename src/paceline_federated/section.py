@@ -23,7 +23,7 @@ _TRIMMED = re.compile(r"trimmed:(0?\.\d+)")
 
 
 class ClientsSpec(Spec):
-    """`partition: iid`, or `{kind: dirichlet, alpha: 0.3}`: division of a data set over simulated clients.
+    """Division of a data set over simulated clients: `iid`, or `{kind: dirichlet, alpha: 0.3}`.
 
     - `iid`: nearly equal numbers of samples, drawn at random.
     - `dirichlet`: each class is divided by shares from a Dirichlet distribution (Hsu et al., 2019, arXiv:1909.06335);
@@ -180,7 +180,7 @@ class FederateSpec(Spec):
 
     @property
     def epochs(self) -> int:
-        """Return the passes over a client's samples, if `local_steps` is not set."""
+        """Return the number of passes over a client's samples, used if `local_steps` is not set."""
         return self.local_epochs or 1
 
 

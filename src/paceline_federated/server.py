@@ -105,7 +105,7 @@ class Server:
         return Aggregator(self.spec, self.layout, self.rule, chosen=float(self.per_round), noise=noise)
 
     def apply(self, aggregate: Aggregate) -> None:
-        """Step with the aggregate of a round.
+        """Update the weights with the aggregate of a round.
 
         Raises:
             NonFiniteError: the new weights are not finite.

@@ -180,7 +180,7 @@ POISON = -10.0  # factor by which a poisoner multiplies its update
 
 
 class Answers(NamedTuple):
-    """Chosen clients of a round, divided into in time, never, and after the deadline."""
+    """Chosen clients of a round that answer in time, never answer, or answer late."""
 
     present: list[int]
     dropped: list[int]

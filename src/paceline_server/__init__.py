@@ -1,7 +1,7 @@
 """Functions, parameters and modules that live in other processes of the run.
 
-Read `service` (serves functions), `client` (calls them), then `values` (arguments and results). `modules` builds on
-these modules. This package exports the public names.
+Read `service` (serves functions), `client` (calls functions), then `values` (arguments and results). `modules` builds
+on these modules. This package exports the public names.
 """
 
 from __future__ import annotations

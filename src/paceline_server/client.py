@@ -64,14 +64,14 @@ class Client(Closing):
         deadline_s: default deadline of a call, and deadline for connecting.
 
     Attributes:
-        talk: the exchange of messages with the service.
+        talk: message exchange with the service.
         error: the error that ended the connection, or None.
         service: identity of the service. A changed identity means that the state of this client in the service is lost.
         known: True if the service knew this client from an earlier connection.
 
     Raises:
         DeadlineError: no service of the run answers at the address.
-        ChannelError: the service has another key, or accepts no more clients.
+        ChannelError: the service has a different key, or accepts no further clients.
     """
 
     def __init__(
@@ -302,7 +302,7 @@ class Client(Closing):
 
 
 class Pending:
-    """A pending call."""
+    """Call whose result has not been read yet."""
 
     def __init__(self, client: Client, number: int, function: str, deadline_s: float, streams: bool) -> None:
         self._client, self.number, self.function, self.streams = client, number, function, streams
@@ -317,7 +317,7 @@ class Pending:
         return self._is_settled()
 
     def result(self, deadline_s: float | None = None) -> Any:
-        """Wait for the result and return it, once. Raises the same errors as `Client.call`.
+        """Wait for the result and return it. This is possible only once. Raises the same errors as `Client.call`.
 
         Args:
             deadline_s: deadline, counted from now; by default the deadline of the call.

@@ -443,7 +443,7 @@ class Presence:
                 self.expect(caller)
 
     def expect(self, caller: Caller) -> None:
-        """Declare a client lost after the grace time, unless the client reconnects before."""
+        """Declare a client lost after the grace time, unless the client reconnects in time."""
         with self._changed:
             if not self._here.setdefault(caller.identity, set()):
                 self._away[caller.identity] = (time.monotonic() + self._grace_s, caller)

@@ -237,7 +237,7 @@ class Welcome(msgspec.Struct, array_like=True, tag="welcome", forbid_unknown_fie
 
 
 class Refused(msgspec.Struct, array_like=True, tag="refused", forbid_unknown_fields=True):
-    """The only message of a service that refuses a client."""
+    """Message of a service that refuses a client. No other message follows."""
 
     reason: str
 
@@ -324,7 +324,7 @@ LATER = object()  # result of a trial whose function must wait
 
 
 def quick(function: F) -> F:
-    """Mark a function to run in the thread that reads its calls. It must never wait."""
+    """Mark a function to run in the thread that reads its calls. The function must never wait."""
     function.__dict__["remote_mark"] = "quick"
     return function
 
@@ -350,7 +350,7 @@ class Placed(NamedTuple):
     """Data that was written into shared memory.
 
     Attributes:
-        descriptor: descriptor of the memory if the receiver does not map it yet.
+        descriptor: descriptor of the memory; None if the receiver has already mapped this memory.
     """
 
     number: int
@@ -494,11 +494,11 @@ class PeersMemory:
 
     @property
     def has_ended(self) -> bool:
-        """Return True if some memory is no longer used here."""
+        """Return True if this process no longer uses some memory."""
         return bool(self._ended)
 
     def returned(self) -> list[int]:
-        """Return the numbers of memory that is no longer used here, each once."""
+        """Return the numbers of memory that this process no longer uses, each number once."""
         numbers = []
         while self._ended:
             numbers.append(self._ended.popleft())

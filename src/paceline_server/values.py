@@ -72,7 +72,7 @@ class Packed(NamedTuple):
 
     Attributes:
         tree: the value in msgpack types.
-        parts: attached memory, `nbytes` in total.
+        parts: attached memory, with `nbytes` bytes in total.
     """
 
     tree: Any
@@ -95,7 +95,7 @@ def unpack(tree: Any, block: memoryview | None) -> Any:
     """Convert received data to a value. Tensors share the block's memory and keep it alive.
 
     Raises:
-        RemoteError: `pack` cannot produce this data, or this process does not know a class in it.
+        RemoteError: `pack` cannot produce this data, or the data contains a class that is not registered.
     """
     unpacker = _Unpacker(block)
     value = unpacker.unpack(tree, 0)

@@ -130,7 +130,7 @@ def _absolute(path: Path) -> str:
 
 
 def _batch(samples: int | None) -> str:
-    """Return the global batch: 64, or less if the data has fewer than 8 batches."""
+    """Return the global batch: 64, or less if an epoch had fewer than 8 steps."""
     return str(64 if samples is None else min(64, 2 ** max(0, (samples // 8).bit_length() - 1)))
 
 

@@ -44,7 +44,7 @@ def fitted(console: Console) -> Console:
 
 
 def show_plans(found: Explanation, console: Console, *, top: int) -> None:
-    """Show the best plans as a table, and how they were searched."""
+    """Show the best plans as a table, and a summary of the search."""
     show_head(found, console)
     _candidates(found, console, top)
     _search(found, console)

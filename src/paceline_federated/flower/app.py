@@ -189,7 +189,7 @@ class SuperLink:
 
     @contextmanager
     def connection(self) -> Iterator[tuple[str, dict[str, str]]]:
-        """Return the connection's name for `flwr`, and the environment that defines it.
+        """Return the connection's name for `flwr`, and environment variables that define it.
 
         Raises:
             JobError: TLS options are given for a named connection, whose options belong in Flower's configuration.

@@ -261,7 +261,7 @@ def own_samples(job: Job, data: Path) -> Dataset[Any]:
             `x` and `y`.
 
     Raises:
-        DataError: there are no samples, or they cannot be read.
+        DataError: there are no samples, or the samples cannot be read.
     """
     spec = job.data
     if "path" in type(spec).model_fields:

@@ -81,7 +81,7 @@ def serve(job: Job, grid: Grid, context: Context) -> None:
 
 
 class JobStrategy(Strategy):
-    """Flower strategy of a job's federated rule, with the server of simulations.
+    """Flower strategy that applies a job's federated rule, with the same server as simulations.
 
     The nodes run `paceline_federated.flower.client`. Clients are chosen, weighted, clipped and refused as in a
     simulation, and the resulting weights are equal except for rounding. With `federate.secure`, `configure_train`
@@ -106,7 +106,7 @@ class JobStrategy(Strategy):
         self._returned = returned_by(self.server.rule, layout)
         self._measure, self._held_out = Measure(self.training), self._own_data()
         self._numbers: dict[int, int] = {}  # numbers of clients, by Flower's node
-        self._samples: dict[int, int] = {}  # of each client
+        self._samples: dict[int, int] = {}  # number of samples of each client
         self._task: Task | None = None
         self._sum: Sum | None = None  # secure sum of the current round, if the job uses one
         self._chosen = self._answered = self._clipped = 0

@@ -42,7 +42,7 @@ class HeldObjects:
             Number of the object.
 
         Raises:
-            RemoteError: the name belongs to an object made differently, or there are too many objects.
+            RemoteError: an object of this name was made differently, or there are too many objects.
         """
         if name is None:
             return self._add(client, HeldObject(make(), recipe, None))
@@ -79,10 +79,10 @@ class HeldObjects:
             self._objects[number].holders[client] += 1
 
     def get(self, client: str, number: str) -> Any:
-        """Return the object to a client that holds it.
+        """Return an object to a client that has a reference to it.
 
         Raises:
-            RemoteError: the client does not hold the object.
+            RemoteError: the client has no reference to the object.
         """
         with self._lock:
             held = self._objects.get(number)
@@ -150,10 +150,10 @@ class Answers:
         """Return the result of call `number`; run `work` if the call has not run yet.
 
         Args:
-            floor: the client no longer needs answers to calls below this number.
+            floor: lowest number of a call whose answer the client may still need.
 
         Raises:
-            RemoteError: the client has cancelled this call, or has not acknowledged too many answers.
+            RemoteError: the client has cancelled this call, or too many answers are unacknowledged.
         """
         for known in [known for known in self._kept if known < floor]:
             del self._kept[known]

@@ -82,7 +82,7 @@ def host_of(name: str | Host) -> Host:
 
 @dataclass(eq=False)
 class _Sent:
-    """Call without an answer so far."""
+    """Call that is not answered yet."""
 
     function: str
     lane: str
@@ -410,7 +410,7 @@ def create(host: str | Host, factory: Named, *args: Any, name: str | None = None
 
 
 def attach(host: str | Host, token: str) -> Reference:
-    """Make a reference to an object that another process holds, by its `token`.
+    """Make a reference to an existing object in another process, given its `token`.
 
     Raises:
         RemoteError: the object was deleted.
@@ -445,7 +445,7 @@ def stream(host: str | Host, function: Named, *args: Any, **kwargs: Any) -> Iter
 
 
 def sent_to(host: Host, value: Any) -> Any:
-    """Replace references to objects of a host with the objects' numbers in call arguments.
+    """In call arguments, replace references to a host's objects with the objects' numbers.
 
     Raises:
         PacelineError: an object belongs to another host.

@@ -218,7 +218,7 @@ _current: ContextVar[str] = ContextVar("context", default="")
 
 @contextmanager
 def context() -> Iterator[str]:
-    """Keep the gradients of this thread's forward passes in this context separate.
+    """Collect gradients of this thread's forward passes separately from other contexts.
 
     A backward pass adds gradients to the context of its forward pass. `step` applies the gradients of the context in
     which it is called. Without a context, all forward passes of a process share one default context, as with `.grad`.
@@ -248,7 +248,7 @@ def microbatches(step: Callable[[Any], T], batches: Iterable[Any], *, in_flight:
 
     Args:
         step: e.g. `lambda b: (loss(second(first(b.x)), b.y) / count).backward()`.
-        in_flight: largest number of microbatches in progress; each holds its activations.
+        in_flight: maximum number of microbatches in progress. Each microbatch keeps its activations in memory.
     """
     if in_flight < 1:
         raise PacelineError(
@@ -395,8 +395,8 @@ class RemoteOptimizer:
             deadline_s: deadline of the step. With `together`, the other clients must call `step` within this time.
 
         Raises:
-            RemoteError: the optimizer raised; or not all clients that step together called `step` in time, and the
-                gradients are kept.
+            RemoteError: the optimizer raised an error, or not all clients called `step` in time. In the second case,
+                the gradients are kept.
             DeadlineError: a host did not answer in time.
         """
         if not math.isfinite(scale):
@@ -431,7 +431,7 @@ class RemoteOptimizer:
         return self._ask("state")
 
     def load_state_dict(self, states: list[dict[str, Any]]) -> None:
-        """Restore what `state_dict` returned.
+        """Restore a state that `state_dict` returned.
 
         Raises:
             PacelineError: the state was saved with a different number of hosts.

@@ -159,7 +159,7 @@ class Serving(Closing):
         self._held.attach(caller.identity, number)
 
     def release(self, caller: Caller, numbers: list[str]) -> None:
-        """Release objects."""
+        """Remove one reference of a client to each of these objects."""
         self._held.release(caller.identity, numbers)
 
     def call(self, caller: Caller, path: str, number: str | None, args: Any, kwargs: Any) -> Any:
@@ -188,7 +188,7 @@ class Serving(Closing):
     def optimizer(
         self, caller: Caller, numbers: list[str], path: str, settings: dict[str, Any], together: int, name: str | None
     ) -> str:
-        """Make an optimizer over modules."""
+        """Make an optimizer for the parameters of modules."""
         make = OPTIMIZERS.get(path) or self._named(path, OPTIMIZERS)
         if together > self._most_together:
             raise RemoteError(

@@ -133,12 +133,12 @@ class ServedModule:
             self._graphs.pop((caller.identity, number), None)
 
     def take_gradients(self, context: Context) -> dict[str, Tensor]:
-        """Remove and return the gradients of a context by parameter."""
+        """Remove the gradients of a context, and return them by parameter name."""
         with self._books:
             return self._gradients.pop(context, {})
 
     def add_gradients(self, context: Context, gradients: Mapping[str, Tensor]) -> None:
-        """Add to the gradients of a context."""
+        """Add gradients to the existing gradients of a context."""
         with self._books:
             sums = self._gradients.setdefault(context, {})
             for name, gradient in gradients.items():
@@ -223,7 +223,7 @@ class ServedOptimizer:
     """Optimizer for the parameters of served modules.
 
     Args:
-        make: a torch class, or any function that makes an optimizer of parameters.
+        make: torch optimizer class, or a function that makes an optimizer for parameters.
         together: number of clients whose gradients are summed in one step. Each client calls `step` once per step.
     """
 
@@ -378,7 +378,7 @@ _under_way = {"ordinary": 0, "alone": 0}  # forward passes of this process
 
 @contextmanager
 def drawing_from(seeds: torch.Generator | None) -> Iterator[None]:
-    """Draw random numbers from a module's own stream, if any, else from the process's.
+    """Draw random numbers from a module's own stream; without one, from the process's stream.
 
     All threads of a process share torch's default generator. While a module draws from its own stream, no other forward
     pass runs, so the stream depends only on the passes of this module.

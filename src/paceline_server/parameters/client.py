@@ -50,7 +50,7 @@ class Pushed(NamedTuple):
 
     Attributes:
         version: version of the parameters on the first server after the push.
-        staleness: steps since the version that the push was computed with.
+        staleness: number of steps since the version with which the push was computed.
         accepted: False if the ticket was dealt to another client in the meantime, so that nothing was applied.
         next: the next ticket if the push requested it and a ticket was available, otherwise None.
     """
@@ -73,11 +73,11 @@ class ServerClient(Closing):
 
     Args:
         servers: addresses of each server's processes, in any order. Each connection may add further addresses.
-        views: the views of each server, to find processes that start later.
+        views: views of each server, which give the addresses of processes that start later.
         name: unique name of this client. A client that connects under the same name replaces the earlier client.
         deadline_s: longest wait of each call for an answer from the server.
         patience_s: longest wait of each call for other clients; None means `deadline_s`.
-        encode: function that encodes the dense numbers of a push, given a name; None sends numbers uncoded.
+        encode: function that encodes the dense numbers of a push, given a name; None sends unencoded numbers.
 
     Raises:
         ServerRefused: the servers have a different model or different settings.
@@ -257,7 +257,8 @@ class ServerClient(Closing):
         The returned function waits for the sum, and writes the sum into the tensor.
 
         Args:
-            number, bucket: identity of the sum, which is the number of the step and of the gradient bucket.
+            number: number of the step.
+            bucket: number of the gradient bucket. `number` and `bucket` identify the sum.
             coded: encoded bytes to send instead of the tensor.
             index: index of this member among `members`. Tensors are added in this order, so every run gets the same
                 sum.
@@ -325,7 +326,7 @@ class ServerClient(Closing):
         return push if coded is None else msgspec.structs.replace(push, dense={}, coded=(names, coded))
 
     def _note(self, into: Mapping[str, Tensor]) -> None:
-        """Request a full pull if tensors do not hold the last pulled values."""
+        """Request a full pull if tensors differ from the last pulled values."""
         if missing := {spec.name for spec in self._specs.values() if not spec.sparse} - into.keys():
             raise ServerRefused(
                 "server.pull_incomplete",
@@ -420,8 +421,8 @@ class Line:
     Attributes:
         owned: rows of tensors that the server owns.
         read: version of the parameters with which the next push is computed.
-        since: version of the tensors of the last pull.
-        rows_since: version of each table in the last pull of changed rows.
+        since: version that the last pull returned.
+        rows_since: version that the last pull of changed rows returned, for each table.
     """
 
     def __init__(

@@ -48,7 +48,10 @@ from paceline_server.parameters.machine import (
 )
 from paceline_server.service import Caller
 
-_BEAT_S, _BEAT_DEADLINE_S = 0.25, 0.7  # delay of an answer at the primary, and the backup's deadline
+_BEAT_S, _BEAT_DEADLINE_S = (
+    0.25,
+    0.7,
+)  # delay of the answer to `beat`, and its deadline at the backup
 _LOOK_S = 0.5  # interval at which a primary checks its view and its backup
 _PAUSE_S = 0.05  # interval between attempts to become a backup
 _ANSWER_S = 0.8  # time in which the backup must apply an operation; after that, the backup counts as lost
@@ -71,8 +74,8 @@ class Log:
     """Ordered operations, applied to a machine by the primary or its backup.
 
     Args:
-        new_machine: makes an empty machine.
-        on_lead: called when this process becomes the primary, with the lock held.
+        new_machine: function that makes an empty machine.
+        on_lead: function that is called, with the lock held, when this process becomes the primary.
 
     Attributes:
         turn: lock of this object and of the machine, notified on every change.
@@ -143,7 +146,7 @@ class Log:
     def verify(self) -> None:
         """Verify that this is still the primary.
 
-        Raises Elsewhere if another process is the primary, or ChannelError if this is unknown.
+        Raises Elsewhere if another process is the primary, or ChannelError if the primary is unknown.
         """
         view = self._views.read()
         with self.turn:
@@ -166,7 +169,7 @@ class Log:
         return Mark(self.index, self._backup if self._backup and self._backup.counts else None)
 
     def confirm(self, mark: Mark) -> None:
-        """Wait until the backup has everything up to a mark. A failed backup is removed."""
+        """Wait until the backup has every operation up to a mark. A failed backup is removed."""
         if mark.backup is not None:
             try:
                 mark.backup.wait(mark.applied)
@@ -240,7 +243,7 @@ class Log:
             self.index, self._installed = index, generation
 
     def repeat(self, caller: Caller, generation: int, index: int, entry: Any) -> None:
-        """Apply an operation of the primary."""
+        """Apply an operation that the primary sent."""
         with self.turn:
             if self.primary or generation != self._installed or index != self.index + 1:
                 raise ServerRefused(
@@ -306,7 +309,7 @@ class Log:
             self._attend(place_of(view.primary))
         newest = self._views.read()
         with self.turn:
-            # the primary may be lost after the view names this process as the backup, but before this process knows
+            # the primary may be lost after the view names this process as the backup, but before the primary says so
             ours = newest is not None and newest.backup == self._own and newest.generation == self._installed
             if newest is not None and ours and not self._closing:
                 self._lead(newest, View(newest.generation + 1, self._own))
@@ -388,7 +391,7 @@ class Backup:
     def wait(self, index: int) -> None:
         """Wait until the backup has applied the operation.
 
-        Raises ChannelError if it was not applied, or if this is unknown.
+        Raises ChannelError if the operation was not applied, or may not have been applied.
         """
         with self._collecting:
             while self._confirmed < index:
@@ -453,7 +456,7 @@ class Views:
             ) from None
 
     def replace(self, old: View | None, new: View) -> bool:
-        """Replace the view if it is still `old`, and return True if so. Raises ChannelError."""
+        """Replace the view `old`; return False if the stored view differs. Raises ChannelError."""
         if self._store is None:
             still_is = self._own == old
             self._own = new if still_is else self._own

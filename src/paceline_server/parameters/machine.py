@@ -173,7 +173,7 @@ class Machine:
         return [self._recorded, [[ticket, note] for at, ticket, note in self.records if at >= number]]
 
     def state(self) -> dict[str, Any]:
-        """Return the complete state, as plain values and copied tensors."""
+        """Return the complete state as plain values and copied tensors."""
         return {
             "parameters": self.parameters.state(),
             "clients": self.clients.state(),
@@ -182,7 +182,7 @@ class Machine:
         }
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state` returned."""
+        """Restore a state that `state` returned."""
         self.parameters.load(state["parameters"])
         self.clients.load(state["clients"])
         if self.tickets:
@@ -279,7 +279,7 @@ class Push(_Action, frozen=True, tag="push"):
         coded: names of dense tensors, and all their numbers encoded with the settings' codec. The server decodes these
             numbers into `dense`.
         coded_bytes: encoded size of `dense` in bytes; 0 if `dense` was not encoded.
-        record: plain values about the ticket's piece, for readers of `records_since`.
+        record: plain values about the ticket's piece, which `records_since` returns.
     """
 
     dense: dict[str, Tensor]
@@ -357,7 +357,7 @@ class Reply(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     Attributes:
         version: version of the parameters after the operation.
         accepted: False if the ticket was dealt to another client in the meantime, and the push was dropped.
-        staleness: steps since the version that the push was computed with.
+        staleness: number of steps since the version with which the push was computed.
         ticket: the ticket that was dealt, or None.
     """
 
@@ -401,7 +401,7 @@ class Client(msgspec.Struct):
         pushes: number of applied pushes.
         late: number of pushes whose ticket had been dealt to another client.
         read: version with which the client's last push was computed.
-        staleness: number of pushes for each staleness in steps.
+        staleness: number of pushes, by their staleness in steps.
         replaced: True if another client has joined under the same name.
     """
 
@@ -431,7 +431,7 @@ class Clients:
     def answered(self, identity: str, sequence: int) -> Reply | None:
         """Return the answer to an applied operation, or None for a new operation.
 
-        Raises ServerRefused if the operation is older.
+        Raises ServerRefused if the client has already sent a newer operation.
         """
         client = self._all.get(identity)
         if client is None or sequence > client.sequence:
@@ -521,11 +521,11 @@ class Clients:
         return counts
 
     def state(self) -> dict[str, Any]:
-        """Everything here, as plain values."""
+        """Return the complete state as plain values."""
         return {"all": msgspec.to_builtins(self._all), "members": dict(self.members)}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state` returned."""
+        """Restore a state that `state` returned."""
         self.members = dict(state["members"])
         self._all = msgspec.convert(state["all"], dict[str, Client])
 
@@ -538,7 +538,7 @@ class Tickets:
 
     Attributes:
         pieces: number of tickets per global batch.
-        staleness: number of global batches by which a ticket may run ahead of the last fully applied one.
+        staleness: number of global batches by which a ticket may run ahead of the last fully applied batch.
         until: number of the first global batch whose tickets may not be dealt yet.
         next: lowest ticket that was never dealt.
         below: lowest ticket that is not applied.
@@ -633,11 +633,11 @@ class Tickets:
         self.again.clear()
 
     def state(self) -> dict[str, Any]:
-        """Everything here, as plain values."""
+        """Return the complete state as plain values."""
         return asdict(self) | {"applied": sorted(self.applied)}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state` returned."""
+        """Restore a state that `state` returned."""
         vars(self).update(state, applied=set(state["applied"]))
 
     def _note(self, number: int) -> None:

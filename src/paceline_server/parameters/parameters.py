@@ -60,7 +60,7 @@ class Parameters:
             self._changed(name, gradient.rows if isinstance(gradient, Rows) else None)
 
     def snapshot(self, name: str) -> Tensor:
-        """Return a snapshot of a tensor that later steps do not change.
+        """Return a copy of a tensor that later steps do not change.
 
         All pulls of one version share one copy.
         """
@@ -163,7 +163,7 @@ class _Optimizer:
         return {name: {key: _copy(value) for key, value in state.items()} for name, state in self._state.items()}
 
     def load(self, state: Mapping[str, Mapping[str, Any]], steps: int) -> None:
-        """Restore what `state` returned."""
+        """Restore a state that `state` returned."""
         self.steps = steps
         self._state = {name: {key: _copy(value) for key, value in state[name].items()} for name in self._specs}
 

@@ -150,7 +150,7 @@ class ParameterServer(Closing):
         return told | {name: quick(self._told(function)) for name, function in ordered.items()}
 
     def _trial(self, told: Callable[..., list[Any]], place: int) -> Callable[..., Any]:
-        """Make a trial of a function, which answers only if it need not wait."""
+        """Make a trial of a function, which answers only if no wait is necessary."""
 
         def answer(caller: Caller, *args: Any) -> Any:
             if self._log.is_copied:
@@ -314,7 +314,7 @@ class ParameterServer(Closing):
         """Contribute a tensor to a sum.
 
         Args:
-            numel: count of the tensor's numbers if the tensor is encoded, otherwise 0.
+            numel: number of elements of an encoded tensor; 0 if the tensor is not encoded.
         """
         if numel:
             if self._decode is None:
@@ -351,7 +351,7 @@ class ParameterServer(Closing):
         wait_for(self._turn, readable, time.monotonic() + min(wait_s, MOST_WAIT_S))
 
     def _expect_members(self) -> None:
-        """Count members that do not connect to the new primary as lost."""
+        """Treat members as lost if they do not connect to the new primary in time."""
         for name, identity in self._log.machine.clients.members.items():
             self._service.presence.expect(Caller(name, identity, ""))
 

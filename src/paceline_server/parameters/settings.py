@@ -28,7 +28,7 @@ _DTYPES = ("float64", "float32", "float16", "bfloat16")
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """A named tensor.
+    """Description of a named tensor.
 
     Attributes:
         sparse: True if rows (along dimension 0) are pulled and pushed separately. A step then changes only pushed rows.
@@ -78,14 +78,14 @@ class ServerSettings:
         optimizer: keys of the job's `optimizer`. For deltas this is the outer optimizer; `{"name": "sgd", "lr": 1.0}`
             adds deltas unchanged.
         schedule: keys of the job's `schedule`.
-        total_steps: number of steps, for a schedule that decays until the end.
+        total_steps: total number of steps, for a schedule that decays until the last step.
         staleness: number of global batches by which a ticket may run ahead of the applied batches; with inf, clients
             never wait.
         staleness_aware: True to divide the learning rate of a push that is tau steps old by max(1, tau). With tickets,
             the divisor is max(1, tau / pieces), because a global batch takes `pieces` steps.
         pieces: number of tickets per global batch. With None the server deals no tickets, and accepts pushes in order
             of arrival.
-        compress: codec of the dense gradients that clients push; `none` sends them uncoded.
+        compress: codec of the dense gradients that clients push; `none` sends unencoded gradients.
         most_members: maximum number of members at the same time.
     """
 
@@ -159,7 +159,7 @@ def slices_of(settings: ServerSettings, servers: int) -> list[list[Slice]]:
     not divided.
 
     Raises:
-        ServerRefused: there are more servers than rows to own.
+        ServerRefused: there are more servers than rows.
     """
     whole = settings.optimizer_spec().name in ("lars", "lamb")
     units = [
@@ -182,7 +182,7 @@ def slices_of(settings: ServerSettings, servers: int) -> list[list[Slice]]:
 
 
 def _units(spec: TensorSpec, servers: int, whole: bool) -> Iterator[tuple[int, int]]:
-    """Divide rows into units that stay together, about 64 per server."""
+    """Divide rows into units that are never split, about 64 per server."""
     step = spec.rows if whole or servers == 1 else max(1, spec.rows // (64 * servers))
     return ((first, min(first + step, spec.rows)) for first in range(0, max(1, spec.rows), max(1, step)))
 

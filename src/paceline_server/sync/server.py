@@ -43,12 +43,12 @@ from paceline_server.parameters.settings import ServerSettings, TensorSpec
 
 
 class ServerSums(AllReduce):
-    """Push the gradients of every replica to servers, and receive the sums.
+    """Sync rule that sums the gradients of all replicas on servers.
 
-    The result equals that of `allreduce`. If replicas are on several hosts, buckets are pushed during the backward
-    pass. The servers are threads in the ranks of the first `servers` replicas, and each server sums a part of every
-    bucket. A server ends with its rank. If the rank is lost, the ranks of the next generation take over the server's
-    part.
+    The result equals the result of `allreduce`. If replicas are on several hosts, buckets are pushed during the
+    backward pass. The servers are threads in the ranks of the first `servers` replicas, and each server sums a part of
+    every bucket. A server ends with its rank. If the rank is lost, the ranks of the next generation take over the
+    server's part.
 
     Args:
         servers: number of servers.
@@ -81,7 +81,7 @@ class ServerSums(AllReduce):
 class CodedSums:
     """Sums on servers for tensors that ranks encode before the push.
 
-    The methods are the same as those of a `Compressor`.
+    The interface is the same as for a `Compressor`.
     """
 
     def __init__(self, codec: str, algorithm: ServerSum, traffic: Traffic) -> None:
@@ -105,7 +105,7 @@ class CodedSums:
 
 
 class ServerDeltas(DiLoCo):
-    """Push the parameter change of `period` steps, and take the outer step.
+    """Sync rule that sums parameter changes of `period` steps, and takes the outer step.
 
     This is the rule `diloco` with sums on servers.
     """
@@ -313,7 +313,7 @@ def _key_of(group: Group) -> RunKey | None:
 
 
 class Served(SyncRule):
-    """Keep this worker's gradients local; the workers' loop pushes them, and servers step.
+    """Sync rule with local gradients, which the workers' loop pushes to servers.
 
     A worker's group contains only its own ranks, so it shares no collectives with other workers.
 
@@ -347,13 +347,13 @@ class Served(SyncRule):
 
 
 class ServedDeltas(Served):
-    """Train locally for a round of steps; the workers' loop pushes the change.
+    """Sync rule with rounds of local steps, whose change the workers' loop pushes.
 
     Servers take the outer step (DiLoCo: Douillard et al., 2023, arXiv:2311.08105) on each push. Between rounds, a
     worker keeps the state of its optimizer.
 
     Attributes:
-        outer: state of the servers' optimizer at the last boundary, by parameter name. Set on the first worker.
+        outer: state of the servers' optimizer at the last boundary, by parameter name; set only on the first worker.
     """
 
     def __init__(self, **arguments: object) -> None:

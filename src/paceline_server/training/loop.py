@@ -192,7 +192,7 @@ class FirstWorker(Loop):
         return info
 
     def _told(self, step: int, pieces: list[PartRecord], step_s: float) -> StepInfo:
-        """Return a batch for callbacks, with the mean of its pieces' losses."""
+        """Return the results of a batch for callbacks, with the mean loss of its pieces."""
         computed = [piece for piece in pieces if piece.loss is not None]
         samples = sum(piece.samples for piece in computed)
         loss = sum((piece.loss or 0.0) * piece.samples for piece in computed) / samples if samples else math.nan

@@ -16,8 +16,8 @@ class Pieces:
     Args:
         like: partition of the whole data.
         pieces: number of pieces per global batch.
-        data_rank: index of this rank among the worker's ranks that compute different samples of a piece.
-        data_ranks: number of these ranks.
+        data_rank: index of this rank among `data_ranks` ranks.
+        data_ranks: number of the worker's ranks that compute different samples of a piece.
     """
 
     def __init__(self, job: Job, like: Partition, pieces: int, data_rank: int = 0, data_ranks: int = 1) -> None:
@@ -39,10 +39,10 @@ class Pieces:
         self._at: list[tuple[int, int, Iterator[list[int]]]] = [(-1, 0, iter(())) for _ in self.parts]
 
     def samples(self, batch: int, piece: int) -> tuple[list[int], Position]:
-        """Return this rank's samples of a piece, and its position.
+        """Return this rank's samples of a piece, and the position of the piece.
 
         Args:
-            batch: number of the global batch, from 0 over all epochs.
+            batch: number of the global batch, counted from 0 over all epochs.
         """
         epoch, step = divmod(batch, self.epoch_steps)
         at_epoch, at_step, samples = self._at[piece]

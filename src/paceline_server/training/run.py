@@ -250,7 +250,7 @@ def _patience_s(run: Run) -> float:
 
 
 def _key_and_place(environment: RankEnvironment) -> tuple[RunKey | None, tuple[str, int] | Path]:
-    """Return the key and address of a server: TLS between hosts, else a Unix socket."""
+    """Return a server's key and address: TLS between hosts, otherwise a Unix socket."""
     if environment.store is None or not environment.store.startswith("/"):
         return own_key(), (own_address(), 0)
     assert environment.error_file is not None

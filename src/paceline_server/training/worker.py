@@ -267,7 +267,7 @@ def of_servers(state: Mapping[str, Any], settings: ServerSettings) -> TrainedSta
     """Combine the state of all servers.
 
     Args:
-        state: state from a `ServerClient`.
+        state: state that `ServerClient.state` returned.
     """
     values: dict[str, Tensor] = {}
     optimizer: dict[str, dict[str, Any]] = {}
@@ -322,7 +322,7 @@ def for_servers(trained: TrainedState, settings: ServerSettings, servers: int, b
 
 
 def _together(whole: Tensor, parts: list[tuple[Slice, Any]]) -> Any:
-    """Join one value of an optimizer's state; an undivided value is the first server's."""
+    """Join one value of an optimizer's state; an undivided value comes from the first server."""
     piece, first = parts[0]
     if not isinstance(first, Tensor) or first.shape != piece.cut(whole).shape:
         return first
