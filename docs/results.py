@@ -67,8 +67,7 @@ def section(record: Record, machines: dict[str, str]) -> str:
     """Return one measurement as a section of its page."""
     parts = [f"## {record['title']}", record["method"]]
     if record.get("figures"):
-        rows = [[figure["label"], number(figure)] for figure in record["figures"].values()]
-        parts.append(table(["figure", "value"], rows))
+        parts.append("\n".join(f"- {figure['label']}: {number(figure)}" for figure in record["figures"].values()))
     for each in record.get("tables", ()):
         rows = [[cell(value, each.get("bold_below")) for value in row] for row in each["rows"]]
         parts.append(table(each["columns"], rows))
@@ -108,7 +107,8 @@ def plain(value: Any) -> str:
 
 def table(columns: list[str], rows: list[list[str]]) -> str:
     """Return a Markdown table."""
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in [columns, ["---"] * len(columns), *rows])
+    head, *body = (f"| {' | '.join(cells)} |" for cells in [columns, *rows])
+    return "\n".join([head, "|---" * len(columns) + "|", *body])
 
 
 def filled(line: str, records: dict[str, Record]) -> str:
