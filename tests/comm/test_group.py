@@ -179,7 +179,7 @@ def without_a_store() -> str:
 
 
 def test_a_lost_connection_in_a_process_group_of_the_users_own_blames_no_one(ranks: Ranks) -> None:
-    assert "some rank did not come, or a connection failed" in ranks(2, without_a_store)[0]
+    assert "a rank did not come, or a connection failed" in ranks(2, without_a_store)[0]
 
 
 def test_a_lost_rank_in_a_process_group_of_the_users_own_is_named_over_shared_memory(ranks: Ranks) -> None:

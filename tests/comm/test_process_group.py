@@ -208,7 +208,7 @@ def test_a_call_that_cannot_be_is_a_clear_error_and_no_wrong_result(ranks: Ranks
     for premul, gather, rows, sparse in ranks(2, errors_of_calls, backend=backend):
         assert "is not offered between CPUs" in premul
         assert "must have the same size, not 3 float32 and 2 float32" in gather
-        assert "3 rows cannot be dealt evenly to 2 ranks" in rows
+        assert "3 rows cannot be divided evenly among 2 ranks" in rows
         assert "sparse tensors can only be summed" in sparse
 
 

@@ -61,7 +61,7 @@ def test_tcp_that_does_not_encrypt_says_so(ranks: Ranks, monkeypatch: pytest.Mon
     for transport, note in ranks(2, chosen, "tcp", {}):
         assert transport == "tcp"
         assert note is not None
-        assert note.startswith("encrypt=off, so whoever is on the way can read")
+        assert note.startswith("encrypt=off, so attackers on the network can read")
 
 
 @pytest.mark.parametrize("limit", [100_000, 2_000_000], ids=["no memory", "less than a group needs"])

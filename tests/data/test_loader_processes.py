@@ -84,7 +84,7 @@ def test_a_wait_that_the_death_of_another_loaders_process_ends_tells_of_that_pro
     ranks: Ranks, tmp_path: Path
 ) -> None:
     _, said = ranks(2, lose_a_worker_of_ones_own, str(tmp_path / "done"), backend="shm")
-    assert said.startswith("False rank 1, in a wait for other ranks (all-reduce): DataLoader worker (pid ")
+    assert said.startswith("False rank 1 failed in a wait for other ranks (all-reduce): DataLoader worker (pid ")
     assert "is killed by signal: Killed" in said
 
 

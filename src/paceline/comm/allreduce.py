@@ -1,6 +1,6 @@
 """All-reduce algorithms by their name in a plan: flat, ring, hierarchical, auto.
 
-`flat` is the transport's own all-reduce (the `Group` itself). The others exchange messages between ranks.
+`flat` is the transport's own all-reduce (the `Group` itself). The other algorithms exchange messages between ranks.
 """
 
 from __future__ import annotations
@@ -39,18 +39,18 @@ class Algorithm(Protocol):
 
 
 def algorithm_for(group: Group, name: str) -> tuple[Algorithm, str]:
-    """Return the algorithm of a name, and the reason for the choice.
+    """Return the algorithm called `name`, and the reason for the choice.
 
-    Every rank of the group must call this. `auto` measures the links between hosts for a fraction of a second, unless
-    the group already has their speeds. Call `close_algorithm` at the end.
+    Every rank of the group must call this. `auto` measures the links between hosts, which takes a fraction of a second,
+    unless the group already has the speeds. Call `close_algorithm` at the end.
 
     Raises:
-        PlanError: there is no algorithm of that name.
+        PlanError: no algorithm has this name.
     """
     if name not in (*ALGORITHMS, "auto"):
         raise PlanError(
             "plan.allreduce_unknown",
-            "unknown all-reduce algorithm {name!r}; known are {algorithms}, auto",
+            "unknown all-reduce algorithm {name!r}. Use one of {algorithms}, auto.",
             name=name,
             algorithms=list(ALGORITHMS),
         )
@@ -104,7 +104,7 @@ class OwnAllReduce:
             tensor.detach().copy_(flat.view(tensor.shape))
 
     def close(self) -> None:
-        """Close the groups that the algorithm made for itself."""
+        """Close the groups that the algorithm has created."""
 
 
 class RingAllReduce(OwnAllReduce):
@@ -117,12 +117,12 @@ class RingAllReduce(OwnAllReduce):
 
 
 class HierarchicalAllReduce(OwnAllReduce):
-    """All-reduce that sums in each host's memory first, so that only sums cross the network.
+    """All-reduce that sums within each host first, so that only sums cross the network.
 
-    With L ranks per host, each rank handles one L-th of the tensor: it sums the L contributions, reduces the sum in a
-    ring with its counterparts on the other hosts, and writes the result into the memory of all L ranks. A link between
-    hosts thus carries 2 (h - 1) / h of the tensor for h hosts, independent of L. All ranks work, and work in memory
-    overlaps with messages chunk by chunk (see `ring`). The work is divided as in Cho et al., 2019, "BlueConnect".
+    With L ranks per host, each rank handles one L-th of the tensor. The rank sums the L contributions, reduces the sum
+    in a ring with its counterparts on the other hosts, and writes the result into the memory of all L ranks. With h
+    hosts, a link between hosts carries 2 (h - 1) / h of the tensor, independent of L. Memory access and messages
+    overlap, one chunk at a time (see `ring`). The division of the tensor follows Cho et al., 2019, "BlueConnect".
     """
 
     name = "hierarchical"
@@ -132,7 +132,7 @@ class HierarchicalAllReduce(OwnAllReduce):
         self.host = group.host
         on_hosts = [[r for r in range(group.size) if group.hosts[r] == host] for host in dict.fromkeys(group.hosts)]
         self.parts = min(len(ranks) for ranks in on_hosts)
-        # ranks that handle the same part; a host with more ranks than another has ranks without a part
+        # ranks that handle the same part; if hosts have different numbers of ranks, some ranks have no part
         self.across: Group | None = None
         if self.host.rank < self.parts:
             self.across = group.subgroup(sorted(ranks[self.host.rank] for ranks in on_hosts))
@@ -140,7 +140,7 @@ class HierarchicalAllReduce(OwnAllReduce):
         self._scratch: Tensor | None = None
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Allocate a flat tensor of zeros in the host's shared memory. All ranks must call it together."""
+        """Allocate zeros in the host's shared memory; all ranks must call this together."""
         return self.host.empty(numel, dtype)
 
     def release(self, tensor: Tensor) -> None:
@@ -153,7 +153,7 @@ class HierarchicalAllReduce(OwnAllReduce):
             self.across.close()
 
     def reduce(self, flat: Tensor, op: Any) -> None:
-        # equal on all hosts, independent of where the tensors lie
+        # the same blocks on all hosts, wherever the tensors are
         for block in flat.split(BLOCK_BYTES // flat.element_size()):
             self._sum_block(block, op)
 
@@ -177,7 +177,7 @@ class HierarchicalAllReduce(OwnAllReduce):
     def _lies_alike(self, memory: Transport, flat: Tensor) -> bool:
         """Wait until the contributions of the host's ranks are ready.
 
-        Return True if all lie at the same place of shared memory.
+        Return True if all contributions are at the same place in shared memory.
         """
         arena, start = memory.place_of(flat)
         own = torch.tensor([arena, start, flat.nbytes])
@@ -199,7 +199,7 @@ class HierarchicalAllReduce(OwnAllReduce):
     def _in_memory(self, memory: Transport, flat: Tensor, op: Any) -> None:
         """Reduce in shared memory.
 
-        Different ranks of a host access different elements, so they synchronize only before and after.
+        Different ranks of a host access different elements, so they synchronize only before and after the reduction.
         """
         part = self._part(flat)
         if self.across is not None and len(part):
@@ -218,9 +218,9 @@ class HierarchicalAllReduce(OwnAllReduce):
         self.host.barrier()
 
     def _over_messages(self, flat: Tensor, op: Any) -> None:
-        """Reduce without shared memory, over the host's own transport.
+        """Reduce without shared memory, over the transport between the host's ranks.
 
-        Each part is then sent by the rank that handled it.
+        Afterwards, each rank sends the part that it handled to the other ranks of the host.
         """
         self.host.all_reduce(flat, op)
         if self.across is not None:
@@ -230,18 +230,20 @@ class HierarchicalAllReduce(OwnAllReduce):
                 self.host.broadcast(part, root=carrier)
 
     def _part(self, flat: Tensor) -> Tensor:
-        """The part that this rank handles; empty if there is none."""
+        """Return the part of the tensor that this rank handles; empty if it handles none."""
         return self._parts(flat)[self.host.rank] if self.across is not None else flat[:0]
 
     def _parts(self, flat: Tensor) -> list[Tensor]:
-        """The parts of the tensor; all but the last consist of whole cache lines."""
+        """Return the parts of the tensor; all but the last consist of whole cache lines."""
         line = 64 // flat.element_size()
         length = -(-flat.numel() // (self.parts * line)) * line
         return [flat[i * length : (i + 1) * length] for i in range(self.parts)]
 
 
 class Auto(OwnAllReduce):
-    """All-reduce that chooses the fastest algorithm for each size, predicted from measured links.
+    """All-reduce with the algorithm that is predicted to be fastest for each size.
+
+    The prediction uses the measured speeds of the links.
 
     Attributes:
         choices: algorithms by name.
@@ -257,7 +259,10 @@ class Auto(OwnAllReduce):
             self.choices["hierarchical"] = HierarchicalAllReduce(group)
 
     def best(self, nbytes: int) -> str:
-        """Choose the algorithm for a size. All ranks choose the same one, because they use the same numbers."""
+        """Choose the algorithm for a size.
+
+        All ranks make the same choice, because they use the same measurements.
+        """
         flat_s, *others_s = [self.links.all_reduce_s(name, nbytes) for name in self.choices]
         least_s = min(others_s)
         return [*self.choices][1 + others_s.index(least_s)] if least_s < _CLEARLY * flat_s else "flat"
@@ -276,7 +281,7 @@ class Auto(OwnAllReduce):
             close_algorithm(choice)
 
     def reasons(self) -> str:
-        """Describe the chosen algorithm from each size on, and the measurements behind the choice."""
+        """Describe the algorithm for each range of sizes, and the measurements."""
         best = [(nbytes, self.best(nbytes)) for nbytes in _SIZES]
         starts = [(nbytes, name) for i, (nbytes, name) in enumerate(best) if i == 0 or name != best[i - 1][1]]
         ranges = ", ".join(name if i == 0 else f"{name} from {size(nbytes)}" for i, (nbytes, name) in enumerate(starts))

@@ -42,9 +42,10 @@ _joined_by = [0]  # the process of the last join
 def joined(
     *, deadline_s: float = 300.0, transport: str = "auto", generation: Generation | None = None
 ) -> Iterator[Group]:
-    """Join the group of a run's or a generation's ranks for the context.
+    """Return a context in which this process is in the group of a run's ranks.
 
-    A process that user code forks from this one does not leave the group, because the connections belong to its parent.
+    A process that user code forks from this process does not leave the group, because the connections belong to the
+    parent process.
     """
     group = join(deadline_s=deadline_s, transport=transport, generation=generation)
     try:
@@ -54,7 +55,7 @@ def joined(
             raise
         over = ends_generation(error)
         if not over:
-            report_failure(error)  # before anything slow: the others may be gone
+            report_failure(error)  # first, because the other ranks may be gone and later calls may be slow
         abort_all(0.0 if over else LAST_WORD_S)
         raise
     finally:
@@ -64,16 +65,16 @@ def joined(
 def join(*, deadline_s: float = 300.0, transport: str = "auto", generation: Generation | None = None) -> Group:
     """Join the run that the environment names (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT).
 
-    With a generation, only the processes of that generation meet.
+    With `generation`, only the processes of this generation meet.
 
-    Without these variables, the group has one rank.
+    Without these environment variables, the group has one rank.
 
-    On accelerators, the transport is torch's library for them. On CPUs, `auto` is shared memory if all ranks are on one
-    host that supports it, and paceline's TCP transport between several hosts; otherwise it is gloo, and the group's
-    `transport_note` gives the reason. A process group that user code has already initialized is used as it is.
+    On accelerators, the transport is torch's own library. On CPUs, `auto` means shared memory if all ranks are on one
+    host that supports it, and paceline's TCP transport on several hosts. Otherwise, `auto` means gloo, and the group's
+    `transport_note` gives the reason. If user code has already initialized a process group, this group is used.
 
     Raises:
-        LaunchError: the variables are incomplete, or the rendezvous cannot be reached or served.
+        LaunchError: the environment variables are incomplete, or the rendezvous cannot be reached or served.
         ClusterError: the machine has fewer accelerators than ranks, or the requested transport is not available.
     """
     _joined_by[0] = os.getpid()
@@ -120,9 +121,9 @@ def _group(store: Store | None, deadline_s: float, device: torch.device, note: s
 
 
 def group_of(process_group: dist.ProcessGroup | None, device: torch.device) -> Group:
-    """Wrap a process group that other code has made; None is the default process group.
+    """Wrap a process group of other code; None means the default process group.
 
-    All its ranks must call it.
+    All ranks of the process group must call this function.
     """
     backend = process_group or dist.group.WORLD
     assert backend is not None
@@ -143,7 +144,7 @@ def _drop() -> None:
 
 
 def leave(group: Group) -> None:
-    """End the process group that `join` made; in a process forked since then, do nothing."""
+    """End the process group of `join`; in a process forked since then, do nothing."""
     if group.store is not None and not _is_fork():
         # A remaining reference to the process group keeps its threads alive. A thread that drops a tensor while Python
         # ends aborts the process.
@@ -152,23 +153,23 @@ def leave(group: Group) -> None:
 
 
 def _is_fork() -> bool:
-    """True in a process that user code has forked from a rank."""
+    """Return True in a process that user code has forked from a rank."""
     return os.getpid() != _joined_by[0]
 
 
 def _met(
     environment: RankEnvironment, device: torch.device, transport: str, deadline_s: float, number: int
 ) -> tuple[Store, tuple[str, str | None]]:
-    """Return the rendezvous' store, and the transport that all ranks chose, with a note.
+    """Return the rendezvous store, the transport that all ranks chose, and a note.
 
-    A rank that joins again may find the previous store, which rank 0 has yet to close; then it retries.
+    A rank that joins again may reach the previous store, which rank 0 has not closed yet. The rank then retries.
     """
     until = time.monotonic() + deadline_s
     while True:
         try:
             store = rendezvous_store(environment, deadline_s, number)
             if is_accelerator(device):
-                # all ranks meet at this store, and none at a closing one
+                # ensures that all ranks meet at this store, and none at a store that is being closed
                 tell_all(store, "here", environment.rank, environment.world_size, deadline_s, None)
                 store, note = torchs_store(environment, store, deadline_s)
                 return store, (default_backend(device), note)
@@ -185,7 +186,7 @@ def _met(
 def _keep_gloo_to_the_interface() -> None:
     """Make gloo listen on the cluster's interface.
 
-    Otherwise gloo listens on the address of the host's name, also for groups that are made later.
+    By default, gloo listens on the address of the host's name, also for groups that are created later.
     """
     if "GLOO_SOCKET_IFNAME" not in os.environ and (interface := own_interface()) is not None:
         os.environ["GLOO_SOCKET_IFNAME"] = interface

@@ -1,4 +1,4 @@
-"""Checks that ranks have equal state, machines and calls (`CheckedGroup`); maxima over ranks."""
+"""Checks that ranks have equal state, machines and calls (`CheckedGroup`), and maxima over ranks."""
 
 from __future__ import annotations
 
@@ -19,20 +19,19 @@ from paceline.errors import SyncError
 
 
 def greatest(group: Group, value: float) -> float:
-    """Return the maximum of a number over all ranks. Every rank must call it."""
+    """Return the maximum of a number over all ranks; every rank must call this."""
     tensor = torch.tensor([value], dtype=widest_float(group.device), device=group.device)
     group.all_reduce(tensor, "max")
     return float(tensor)
 
 
 def check_equal(group: Group, what: Sequence[str]) -> None:
-    """Check that all ranks pass the same lines, e.g. name, shape and dtype of parameters.
+    """Check that all ranks pass the same lines, such as names and shapes of parameters.
 
-    Every rank must call it. If the lines are equal, it costs one collective of 16 bytes.
+    Every rank must call this function. If the lines are equal, the check costs one collective of 16 bytes.
 
     Raises:
-        SyncError: raised on every rank if the lines differ; it names the first different line, with the versions of two
-            ranks.
+        SyncError: the lines differ. Every rank raises this error, which names the first different line on two ranks.
     """
     digest = int.from_bytes(hashlib.sha256("\n".join(what).encode()).digest()[:7], "big")
     both = torch.tensor([digest, -digest], dtype=torch.int64, device=group.device)
@@ -48,9 +47,9 @@ def check_equal(group: Group, what: Sequence[str]) -> None:
     )
     raise SyncError(
         "ranks.models_differ",
-        "the ranks hold different models: number {number} of rank 0 is {first}, and of rank {rank} it is {other}. "
-        "Every rank must build the same model. Look for code that depends on the rank, on a file of its host, or "
-        "on the order of a set.",
+        "the ranks have different models: entry {number} is {first} on rank 0, but {other} on rank {rank}. Every rank "
+        "must build the same model. Look for code that depends on the rank, on a file of the host, or on the order "
+        "of a set.",
         number=number + 1,
         first=first,
         rank=rank,
@@ -59,7 +58,10 @@ def check_equal(group: Group, what: Sequence[str]) -> None:
 
 
 def same_machines(group: Group) -> bool:
-    """True if the ranks have the same processors, threads and libraries. Every rank of the group must call it."""
+    """Return True if the ranks have the same processors, threads and libraries.
+
+    Every rank of the group must call this function.
+    """
     device = device_name(group.device) if is_accelerator(group.device) else _processor()
     kinds = group.gather_json(
         [device, torch.backends.cpu.get_cpu_capability(), torch.get_num_threads(), torch.__version__]
@@ -74,25 +76,25 @@ def _processor() -> str:
     return "; ".join(line for line in lines if line.startswith(wanted))
 
 
-_TEXT_BYTES, _DIGEST_BYTES = 240, 16  # limit for the text of a call: readable, and exact
+_TEXT_BYTES, _DIGEST_BYTES = 240, 16  # limits for the description of a call: readable text, and an exact digest
 
 
 @dataclass
 class CheckedGroup(Group):
     """View of a group that compares every call over the ranks before the call starts.
 
-    A call that differs (another collective, dtype or shape) raises SyncError on all ranks, and the error names two of
-    them. Messages are compared between the two ranks of a pair, and raise on both.
+    If a call differs in collective, dtype or shape, all ranks raise a SyncError that names two of the ranks. Messages
+    are compared between sender and receiver, and both raise the error.
 
     Args:
-        plain: the group itself.
+        plain: the group that makes the calls.
     """
 
     plain: Group = field(default_factory=Group)
 
     @classmethod
     def of(cls, group: Group) -> CheckedGroup:
-        """Make the view of a group. Both share one count of bytes."""
+        """Create the view of a group; view and group share one count of bytes."""
         return cls(**{each.name: getattr(group, each.name) for each in fields(group)}, plain=group)
 
     def start_exchange(self, send: Messages, receive: Messages, what: str = "messages") -> Pending:

@@ -1,4 +1,7 @@
-"""Overlap of communication and computation: a thread on CPUs, a stream on accelerators. Tasks run in order."""
+"""Overlap of communication and computation: a thread on CPUs, a stream on accelerators.
+
+Tasks run in order.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +16,10 @@ from paceline.device import current_stream, event, stream
 
 
 class CommThread:
-    """Thread that runs collectives in the order of `start`, equal on all ranks.
+    """Thread that runs collectives in the order of the calls of `start`.
 
-    If the main thread uses the same group meanwhile, the thread needs a copy of the group (`Group.copy`).
+    All ranks must use the same order. If the main thread uses the same group at the same time, this thread needs a copy
+    of the group (`Group.copy`).
     """
 
     def __init__(self, name: str = "paceline-sync") -> None:
@@ -48,8 +52,8 @@ class CommThread:
 class CommStream:
     """Separate stream for collectives, ordered after the work of the current stream.
 
-    The calling thread queues them, so that the order is the same on all ranks. If a second thread queued them,
-    collectives of two groups could deadlock on the device.
+    The calling thread queues the collectives, so that the order is the same on all ranks. If a second thread queued
+    them, collectives of two groups could deadlock on the device.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -65,7 +69,7 @@ class CommStream:
         return StreamTask(done)
 
     def close(self) -> None:
-        """Do nothing: no thread has to be ended."""
+        """Do nothing, because a stream has no thread to end."""
 
 
 @dataclass
@@ -75,7 +79,7 @@ class StreamTask:
     done: torch.Event
 
     def wait(self) -> None:
-        """Order the current stream after the work; the host does not wait."""
+        """Make the current stream wait for the work; the host does not wait."""
         current_stream(self.done.device).wait_event(self.done)
 
 
@@ -87,7 +91,7 @@ class Task:
     error: BaseException | None = None
 
     def wait(self) -> None:
-        """Wait until the work is done. Its collectives have their own deadlines.
+        """Wait until the work is done; its collectives have their own deadlines.
 
         Raises:
             SyncError, or any other exception of the work.

@@ -12,10 +12,12 @@ from paceline.comm.group import Group
 
 
 def gather(group: Group, rows: Tensor, counts: Sequence[int]) -> Tensor:
-    """Gather the rows of all ranks, in rank order; rank r has `counts[r]` rows. Only dim 0 may differ.
+    """Gather the rows of all ranks, in rank order.
+
+    Rank r has `counts[r]` rows. The shapes of the ranks' tensors may differ only in dim 0.
 
     The gradient of a rank's rows is the sum of the gradients of all ranks' losses. If all ranks compute the same loss
-    from the gathered rows, each must scale it by 1 / ranks to get the gradients of a single process.
+    from the gathered rows, each rank must multiply the loss by 1 / ranks to get the gradients of a single process.
     """
     if group.size == 1:
         return rows

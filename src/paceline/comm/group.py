@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 Op = Literal["sum", "mean", "max"]
 _OPS = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
-# The names from before torch 2.13 still exist in 2.13, but warn.
+# torch 2.13 still has the earlier names, but warns about them.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
@@ -44,17 +44,20 @@ class Counts:
 
 @dataclass
 class Group:
-    """Group of ranks that communicate. A group of one rank costs nothing: its collectives return at once.
+    """Group of ranks that communicate.
+
+    In a group of one rank, collectives return at once.
 
     Args:
         rank: this rank's number in the group.
         size: number of ranks in the group.
-        backend: torch's process group; None for a group of one.
-        store: the rendezvous' key-value store, used only after a failure, to find the missing ranks.
-        deadline_s: longest wait of a collective.
+        backend: torch's process group; None for a group of one rank.
+        store: key-value store of the rendezvous, used only to find missing ranks after a failure.
+        deadline_s: maximum wait of a collective, in seconds.
         hosts: the host index of each rank.
         links: measured speeds of the links between the hosts, if available; equal on all ranks.
-        transport_note: reason why a faster transport was not used, or a note that this one does not encrypt; else None.
+        transport_note: reason why a faster transport was not used, or a note that the transport does not encrypt; else
+            None.
     """
 
     rank: int = 0
@@ -74,34 +77,34 @@ class Group:
 
     @property
     def spans_hosts(self) -> bool:
-        """True if the ranks are on more than one host."""
+        """Return True if the ranks are on more than one host."""
         return len(set(self.hosts)) > 1
 
     @property
     def transport(self) -> Transport:
-        """Name of the transport: `shm`, `tcp`, `gloo`, an accelerator's library …; `none` for one rank."""
+        """Transport of the group: `shm`, `tcp`, `gloo` or an accelerator's library; `none` for one rank."""
         return transport_of(self.backend if self.size > 1 else None)
 
     @property
     def is_fake(self) -> bool:
-        """True in a dry run, where one process plays a rank without others (`paceline check --dry-run`)."""
+        """Return True in a dry run, which has no other ranks (`paceline check --dry-run`)."""
         return self.transport.name == "fake"
 
     @property
     def bytes_reduced(self) -> int:
-        """Payload handed to all-reduces so far."""
+        """Total size in bytes of the tensors passed to all-reduces so far."""
         return self.counts.reduced_bytes
 
     @property
     def sent_bytes(self) -> int:
         """Bytes that this rank has sent so far.
 
-        For a collective of the backend, this is the rank's share of the algorithm's minimum.
+        For a collective of the backend, this counts the minimum number of bytes that the rank must send.
         """
         return self.counts.sent_bytes
 
     def count(self, sent_bytes: int, *, reduced_bytes: int = 0) -> None:
-        """Count the bytes of a call. All calls are counted here, including those without the backend."""
+        """Count the bytes of a call, also of calls that do not use the backend."""
         self.counts.sent_bytes += sent_bytes
         self.counts.reduced_bytes += reduced_bytes
 
@@ -109,16 +112,16 @@ class Group:
 
     @property
     def host(self) -> Group:
-        """The ranks of this group on this rank's host, over shared memory if possible.
+        """Group of the ranks on this rank's host, over shared memory if possible.
 
-        All of them must use it for the first time together.
+        All of these ranks must make their first access to this property together.
         """
         if self._host is None and self.spans_hosts:
             self._host = self.subgroup([r for r in range(self.size) if self.hosts[r] == self.hosts[self.rank]])
         return self._host or self
 
     def subgroup(self, ranks: Sequence[int]) -> Group:
-        """Make a group of some of these ranks (ascending). Only these ranks call it.
+        """Create a group of some ranks, in ascending order; only these ranks call this.
 
         If this group spans hosts and the new group does not, the new group uses shared memory if the host supports it.
         """
@@ -148,16 +151,16 @@ class Group:
         return made
 
     def copy(self) -> Group:
-        """Make a group of the same ranks with its own connections, for a second thread.
+        """Create a group of the same ranks with separate connections, for a second thread.
 
-        Every rank must call it. Call `close` on the copy at the end.
+        Every rank must call this method. Call `close` on the copy at the end.
         """
         return self.subgroup(range(self.size))
 
     def close(self) -> None:
-        """Close a group made by `subgroup` or `copy`.
+        """Close a group from `subgroup` or `copy`.
 
-        The ranks need not call it at the same time, but must not use it afterwards.
+        The ranks need not call this method at the same time, but must not use the group afterwards.
         """
         if self._host is not None:
             self._host.close()
@@ -168,10 +171,10 @@ class Group:
     # Memory
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Allocate a flat tensor of zeros on the group's device. All ranks must call it together.
+        """Allocate a flat tensor of zeros on the group's device.
 
-        With the shared-memory transport the tensor lies in shared memory, so that its all-reduce moves each byte once.
-        It lives until `release`.
+        All ranks must call this method together. The shared-memory transport allocates the tensor in shared memory, so
+        that an all-reduce moves each byte once. Call `release` to free the tensor.
         """
         transport = self.transport
         if transport.shares_memory:
@@ -217,13 +220,16 @@ class Group:
             tensor.copy_(whole)
 
     def start_all_reduce(self, tensor: Tensor, op: Op = "sum") -> Pending:
-        """Begin an all-reduce (sum or maximum). Call `wait()` on the result before reading `tensor`."""
+        """Begin an all-reduce (sum or maximum); call `wait()` on the result before reading `tensor`."""
         self._same("all-reduce", tensor, op)
         self.count(2 * tensor.nbytes * (self.size - 1) // self.size, reduced_bytes=tensor.nbytes)
         return Pending(self, "all-reduce", [self._reduce(tensor, op, waits=False)])
 
     def _reduce(self, tensor: Tensor, op: Op, *, waits: bool) -> dist.Work:
-        """Call `dist.all_reduce` without its checks and log, which can cost as much as the sum."""
+        """Run an all-reduce without the checks and logs of `dist.all_reduce`.
+
+        The checks and logs can take as long as the sum.
+        """
         assert self.backend is not None
         return self.backend.allreduce([tensor], _options(op, waits))
 
@@ -255,9 +261,10 @@ class Group:
             own.div_(self.size)
 
     def gather_rows(self, rows: Tensor, counts: Sequence[int]) -> list[Tensor]:
-        """Gather the `rows` of every rank, in rank order. Rank r holds `counts[r]` rows; only dim 0 may differ.
+        """Gather the `rows` of every rank, in rank order.
 
-        This rank's own entry is `rows` itself, so gradients flow only through that entry.
+        Rank r has `counts[r]` rows, and the ranks' tensors may differ only in dim 0. This rank's entry is `rows`
+        itself, so gradients flow only through this entry.
         """
         if self.size == 1:
             return [rows]
@@ -273,10 +280,10 @@ class Group:
     def all_to_all(
         self, received: Tensor, rows: Tensor, receives: Sequence[int] | None = None, sends: Sequence[int] | None = None
     ) -> None:
-        """Send the next `sends[r]` of `rows` to each rank r, and receive `receives[r]`.
+        """Send the next `sends[r]` rows to each rank r, and receive `receives[r]` rows from it.
 
-        Received rows are put into `received` in rank order. Without counts, all shares are equal. Raises SyncError like
-        `all_reduce`.
+        The received rows are written to `received` in rank order. Without `sends` and `receives`, all ranks exchange
+        the same number of rows. The method raises SyncError like `all_reduce`.
         """
         if self.size == 1:
             received.copy_(rows)
@@ -288,7 +295,7 @@ class Group:
             )
 
     def gather_json(self, value: Any) -> list[Any]:
-        """Gather every rank's `value` (JSON), in rank order. Nothing is pickled.
+        """Gather every rank's `value` in rank order, as JSON instead of pickle.
 
         In a dry run, every entry is this rank's value.
         """
@@ -301,26 +308,32 @@ class Group:
         return [json.loads(bytes(part.cpu().tolist())) for part in self.gather_rows(data, lengths.tolist())]
 
     def barrier(self) -> None:
-        """Wait until every rank is here."""
+        """Wait until every rank has called this method."""
         arrived = torch.zeros(1, device=self.device)
         self.all_reduce(arrived)
-        arrived.item()  # on accelerators the sum is only queued until its result is read
+        arrived.item()  # on accelerators, only a read of the result waits for the sum
 
     # Messages
 
     def send(self, tensor: Tensor, to: int) -> None:
-        """Send a contiguous tensor to rank `to`, which calls `receive`. Raises SyncError like `all_reduce`."""
+        """Send a contiguous tensor to rank `to`, which must call `receive`.
+
+        The method raises SyncError like `all_reduce`.
+        """
         self.exchange([(to, tensor)], [])
 
     def receive(self, tensor: Tensor, source: int) -> None:
-        """Fill a contiguous tensor with the message of rank `source`. Raises SyncError like `all_reduce`."""
+        """Fill a contiguous tensor with the message of rank `source`.
+
+        The method raises SyncError like `all_reduce`.
+        """
         self.exchange([], [(source, tensor)])
 
     def exchange(self, send: Messages, receive: Messages) -> None:
         """Send and receive contiguous tensors at the same time, given as pairs (rank, tensor).
 
-        It returns when all tensors are received and the sent tensors may be overwritten. Messages between two ranks are
-        matched in their order.
+        The call returns when all tensors are received and the sent tensors may be overwritten. Messages between two
+        ranks are matched in the order of the calls.
 
         Raises:
             SyncError: a rank is gone or missed the deadline, or a tensor is not contiguous.
@@ -328,7 +341,7 @@ class Group:
         self.start_exchange(send, receive).wait()
 
     def start_exchange(self, send: Messages, receive: Messages, what: str = "messages") -> Pending:
-        """Begin an exchange and return at once. `what` names it in errors.
+        """Begin an exchange and return at once; `what` is its name in errors.
 
         Call `wait()` on the result before reading received tensors or changing sent tensors.
         """
@@ -340,7 +353,7 @@ class Group:
     # Calls
 
     def _same(self, what: str, tensor: Tensor, op: Op | None = None) -> None:
-        """Hook before each collective, with which `CheckedGroup` compares the call over the ranks."""
+        """Hook before each collective, in which `CheckedGroup` compares the call over the ranks."""
 
     @contextmanager
     def _call(self, what: str, tensor: Tensor, sent_bytes: int, op: Op | None = None) -> Iterator[None]:
@@ -362,12 +375,12 @@ class Group:
     def _explain(self, what: str, waited_s: float, error: RuntimeError) -> None:
         """Raise an error that explains a failed wait for other ranks.
 
-        It returns if the cause is this rank itself.
+        If this rank itself is the cause, the method returns.
         """
-        if "DataLoader worker" in str(error):  # torch raises it from a SIGCHLD handler, anywhere in the main thread
+        if "DataLoader worker" in str(error):  # raised by torch's SIGCHLD handler, anywhere in the main thread
             raise LoaderProcessError(
                 "loader.worker_ended_in_wait",
-                "rank {rank}, in a wait for other ranks ({what}): {error}",
+                "rank {rank} failed in a wait for other ranks ({what}): {error}",
                 rank=self.rank,
                 what=what,
                 error=str(error).strip(),
@@ -385,7 +398,7 @@ class Group:
         self._failures += 1
         missing = missing_ranks(self.store, self.rank, self.size, self._failures)
         if missing is None:
-            who = "some rank did not come, or a connection failed"
+            who = "a rank did not come, or a connection failed"
         else:
             who = f"ranks {missing} did not come" if missing else "every rank came, but a connection failed"
         said = str(error).splitlines()[0].partition(". This is typically")[0] if str(error) else type(error).__name__
@@ -411,7 +424,7 @@ def _options(op: Op, waits: bool) -> dist.AllreduceOptions:
 
 @dataclass
 class Pending:
-    """Handle of a collective or of messages in progress."""
+    """Handle for a collective or for messages in progress."""
 
     group: Group
     what: str
@@ -419,7 +432,7 @@ class Pending:
     held: Any = None  # objects that must live until the end
 
     def wait(self) -> None:
-        """Wait for the result (on accelerators: order the current stream after it).
+        """Wait for the result (on accelerators, make the current stream wait).
 
         Raises:
             SyncError: a rank is gone, or missed the group's deadline.
@@ -433,19 +446,19 @@ Messages = Sequence[tuple[int, Tensor]]  # (rank of the group, tensor)
 
 
 def start_messages(backend: dist.ProcessGroup, send: Messages, receive: Messages) -> list[dist.Work]:
-    """Begin to send and receive. Messages between two ranks are matched in their order.
+    """Begin to send and receive; messages between two ranks are matched in call order.
 
     Raises:
-        SyncError: a tensor has gaps, and cannot be sent as bytes.
+        SyncError: a tensor is not contiguous, so it cannot be sent as bytes.
     """
     works = []
-    # On accelerators one launch for all; otherwise two ranks that both send first would deadlock
+    # On accelerators, one launch for all messages; otherwise two ranks that both send first would deadlock
     if any(on_accelerator(tensor) for _, tensor in (*send, *receive)):
         return dist.batch_isend_irecv(
             [dist.P2POp(dist.isend, tensor, group=backend, group_peer=to) for to, tensor in send]
             + [dist.P2POp(dist.irecv, tensor, group=backend, group_peer=source) for source, tensor in receive]
         )
-    for source, tensor in receive:  # first, so that incoming messages have their memory
+    for source, tensor in receive:  # receives come first, so that incoming messages have memory
         works.append(backend.recv([_message(tensor, "receive from", source)], source, 0))
     for to, tensor in send:
         works.append(backend.send([_message(tensor, "send to", to)], to, 0))
@@ -472,10 +485,10 @@ class Bucket:
     """Flat buffer of gradients, scalars (in the last bucket) and one usage count per parameter.
 
     Attributes:
-        used: tail of `flat`: 1 for a parameter that this replica used; after the sum, the number of replicas that used
-            it.
-        seen: parameters with a gradient in the buffer from any microbatch of this step.
-        whole: parameters in `seen` that also have the gradient of the last microbatch.
+        used: usage counts at the end of `flat`: 1 for each parameter that this replica used. After the sum, the number
+            of replicas that used the parameter.
+        seen: indices of parameters with a gradient in the buffer from any microbatch of this step.
+        whole: those indices in `seen` for which the last microbatch's gradient has been added.
     """
 
     flat: Tensor
@@ -494,9 +507,10 @@ class Bucket:
 
     @classmethod
     def of(cls, parameters: list[nn.Parameter], memory: Algorithm, scalar_count: int = 0) -> Bucket:
-        """Make a bucket for the gradients of `parameters` (of one dtype; float32 if empty) and some scalars.
+        """Create a bucket for the gradients of `parameters` and some scalars.
 
-        `memory` allocates the buffer (in shared memory if the transport has it), and must also release it.
+        All parameters have one dtype; without parameters, the dtype is float32. `memory` allocates the buffer (in
+        shared memory if the transport has it), and must also release it.
         """
         gradient_size = sum(p.numel() for p in parameters)
         dtype = parameters[0].dtype if parameters else torch.float32
@@ -530,7 +544,7 @@ class Bucket:
                 self.take(i, parameter)
 
     def fill(self) -> None:
-        """Note the parameters that the backward pass reached, and zero the others."""
+        """Record which parameters have gradients, and zero the gradients of the others."""
         unseen = [i for i in range(len(self.parameters)) if i not in self.seen]
         self.used.fill_(1.0)
         if unseen:
@@ -545,7 +559,7 @@ class Bucket:
         self.hand_out()
 
     def hand_out(self) -> None:
-        """Give every parameter its reduced gradient; a parameter that no replica used gets None."""
+        """Set every parameter's reduced gradient, or None if no replica used the parameter."""
         unseen = [i for i in range(len(self.parameters)) if i not in self.seen]
         used_elsewhere = (
             set() if not unseen else {i for i, n in zip(unseen, self.used[unseen].tolist(), strict=True) if n > 0}
@@ -559,5 +573,5 @@ class Bucket:
 
 def _like(flat: Tensor, parameter: Tensor) -> Tensor:
     """View `flat` with the shape and strides of `parameter`, e.g. channels-last."""
-    # the same order of strides, without gaps
+    # the same order of strides, but contiguous
     return flat.as_strided(parameter.shape, torch.empty_like(parameter, device="meta").stride())

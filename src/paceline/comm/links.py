@@ -1,8 +1,8 @@
 """Measured links between a group's ranks, and all-reduce times predicted from the measurements.
 
-The prediction is the alpha-beta model, with formulas after Thakur, Rabenseifner & Gropp, 2005, "Optimization of
-Collective Communication Operations in MPICH". A message of m bytes over an idle link takes latency + m / bandwidth; the
-directions of a link between hosts are independent; the arithmetic is not counted.
+The predictions use the alpha-beta model (Thakur, Rabenseifner & Gropp, 2005, "Optimization of Collective Communication
+Operations in MPICH"). A message of m bytes over an idle link takes latency + m / bandwidth. The two directions of a
+link between hosts are independent. The time for arithmetic is ignored.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class LinkSpeed:
     bandwidth: float
 
     def message_s(self, nbytes: float) -> float:
-        """Predict the seconds until a message of `nbytes` has arrived."""
+        """Predict the time in seconds until a message of `nbytes` bytes has arrived."""
         return self.latency_s + nbytes / self.bandwidth
 
 
@@ -43,12 +43,13 @@ class GroupLinks:
     """Speeds of the links between the ranks of a group.
 
     Attributes:
-        hosts: the host of each rank.
+        hosts: host index of each rank.
         between: speed of messages between two hosts.
         inside: speed of messages between processes of one host.
-        memory: `latency_s` of a barrier of all ranks of a host, and bandwidth of a sum in the host's memory.
-        step_s: latency of messages that all ranks send around a ring at once; it is higher than between two ranks if
-            ranks share cores.
+        memory: speed within a host: `latency_s` is the time of a barrier of the host's ranks, and `bandwidth` is the
+            bandwidth of a sum in memory.
+        step_s: latency of messages if all ranks send around a ring at once. If ranks share cores, this is higher than
+            the latency between two ranks.
         flat_step_s: latency of one of the 2 (n - 1) steps of the transport's own all-reduce.
     """
 
@@ -60,7 +61,7 @@ class GroupLinks:
     flat_step_s: float
 
     def all_reduce_s(self, algorithm: str, nbytes: int) -> float:
-        """Predict the seconds of an all-reduce of `nbytes` with an algorithm: `flat`, `ring` or `hierarchical`."""
+        """Predict the seconds of an all-reduce with `flat`, `ring` or `hierarchical`."""
         return {"flat": self.flat_s, "ring": self.ring_s, "hierarchical": self.hierarchical_s}[algorithm](nbytes)
 
     def flat_s(self, nbytes: int) -> float:
@@ -76,16 +77,17 @@ class GroupLinks:
     def ring_s(self, nbytes: int) -> float:
         """Predict the seconds of a ring that crosses each link once.
 
-        It takes 2 (n - 1) steps with one n-th of the tensor each, at the speed of the slowest link.
+        On n ranks, the ring takes 2 (n - 1) steps. Each step sends one n-th of the tensor at the speed of the slowest
+        link.
         """
         n = len(self.hosts)
         return 2 * (n - 1) * (self.step_s + nbytes / n / min(self.between.bandwidth, self._inside.bandwidth))
 
     def hierarchical_s(self, nbytes: int) -> float:
-        """Predict the seconds of the hierarchical all-reduce over h hosts.
+        """Predict the seconds of the hierarchical all-reduce.
 
-        It has two barriers in each host, and a ring over the hosts that overlaps with the sums in memory; the slower of
-        the two counts.
+        The all-reduce has two barriers in each host, and a ring over the hosts. The ring overlaps with the sums in
+        memory, so only the slower of the two counts.
         """
         h = len(set(self.hosts))
         travel = 2 * (h - 1) * nbytes / h / self.between.bandwidth
@@ -93,7 +95,7 @@ class GroupLinks:
 
     @property
     def _inside(self) -> LinkSpeed:
-        """The link inside a host; infinitely fast if no two ranks share a host."""
+        """Speed of the link inside a host; infinite if no two ranks share a host."""
         return self.inside if len(set(self.hosts)) < len(self.hosts) else LinkSpeed(0.0, inf)
 
 
@@ -104,12 +106,15 @@ def _most_crossings(hosts: Sequence[int]) -> int:
 
 
 def ranks_by_host(group: Group) -> list[int]:
-    """Order the ranks so that ranks of one host are neighbours."""
+    """Return the ranks in an order in which the ranks of each host are neighbours."""
     return sorted(range(group.size), key=lambda r: group.hosts[r]) if group.spans_hosts else list(range(group.size))
 
 
 def measure_links(group: Group) -> GroupLinks:
-    """Measure the links of a group that spans hosts. Every rank must call this and gets the same result."""
+    """Measure the links of a group that spans hosts.
+
+    Every rank must call this function, and gets the same result.
+    """
     firsts = [group.hosts.index(host) for host in dict.fromkeys(group.hosts)]
     on_hosts = [[r for r, h in enumerate(group.hosts) if h == group.hosts[first]] for first in firsts]
     fullest = max(on_hosts, key=len)
@@ -133,7 +138,7 @@ def _latency_s(group: Group, ranks: Sequence[int]) -> float:
 def _speed(group: Group, pair: Sequence[int], ranks: Sequence[int]) -> LinkSpeed:
     """Measure the latency between two ranks, and the bandwidth while all of `ranks` send."""
     latency_s = _latency_s(group, pair)
-    timed(group, _messages(group, ranks, _WARM))  # the burst of a shaped link does not show its rate
+    timed(group, _messages(group, ranks, _WARM))  # a shaped link allows an initial burst, which is faster than the link
     nbytes, time_s = _LARGE, _quickest_s(group, _messages(group, ranks, _LARGE))
     if time_s < _FAST_S:
         nbytes, time_s = _LARGER, _quickest_s(group, _messages(group, ranks, _LARGER))
@@ -141,12 +146,15 @@ def _speed(group: Group, pair: Sequence[int], ranks: Sequence[int]) -> LinkSpeed
 
 
 def _quickest_s(group: Group, call: Callable[[], None]) -> float:
-    """Return the shorter of two times. Other work on the hosts only slows a message."""
+    """Measure a call twice and return the shorter time, which other work slowed less."""
     return min(timed(group, call) for _ in range(2))
 
 
 def _messages(group: Group, ranks: Sequence[int], nbytes: int) -> Callable[[], None]:
-    """Exchange messages with the next and the previous rank. The other ranks only wait for the measurement."""
+    """Return a call that sends a message around the ring of `ranks`.
+
+    Other ranks exchange no messages.
+    """
     if group.rank not in ranks or len(ranks) == 1:
         return lambda: None
     place = ranks.index(group.rank)
@@ -159,14 +167,14 @@ def _memory(group: Group) -> LinkSpeed:
     host = group.host
     small, large = torch.zeros(_SMALL // 4, device=group.device), host.empty(_MEMORY_BYTES // 4, torch.float32)
     meeting_s = _small_s(group, lambda: host.all_reduce(small))
-    timed(group, lambda: host.all_reduce(large))  # untouched memory
+    timed(group, lambda: host.all_reduce(large))  # the first use of the memory is slower
     large_s = timed(group, lambda: host.all_reduce(large))
     host.release(large)
     return LinkSpeed(meeting_s, _MEMORY_BYTES / max(large_s, 1e-9))
 
 
 def _small_s(group: Group, call: Callable[[], None]) -> float:
-    """Measure the median time of a short call, after a call that makes the connections."""
+    """Measure the median time of a short call, after a call that opens the connections."""
     timed(group, call)
     once_s = timed(group, call)
     repeats = min(int(_BUDGET_S / max(once_s, 1e-9)), _MOST)
@@ -174,7 +182,7 @@ def _small_s(group: Group, call: Callable[[], None]) -> float:
 
 
 def timed(group: Group, call: Callable[[], object], repeats: int = 1) -> float:
-    """Measure the slowest rank's median seconds of `repeats` calls; return the same on every rank.
+    """Measure the slowest rank's median seconds of `repeats` calls, equal on every rank.
 
     All ranks begin together.
     """

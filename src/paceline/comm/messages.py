@@ -14,7 +14,7 @@ class Message:
 
     Attributes:
         call: the sender's description of the message.
-        data: memory for its bytes: the memory of the waiting receive, or its own.
+        data: memory for the message's bytes: the memory of the waiting receive, or separate memory.
     """
 
     call: Any
@@ -33,7 +33,7 @@ class Receive:
 
     Attributes:
         call: the receiver's description of the expected message.
-        source: the sender; -1 until it is known.
+        source: rank of the sender; -1 until the sender is known.
     """
 
     call: Any
@@ -52,9 +52,10 @@ class Receive:
 
 
 class Matching:
-    """Pairing of one sender's messages with receives. Messages with the same key are paired in order.
+    """Pairing of one sender's messages with receives.
 
-    A message that was not requested yet is kept, so that it does not block the messages behind it.
+    Messages with the same key are paired in order. A message without a receive is kept, so that it does not block later
+    messages.
     """
 
     def __init__(self) -> None:
@@ -62,7 +63,7 @@ class Matching:
         self._waiting: dict[Hashable, deque[Receive]] = {}
 
     def ask(self, key: Hashable, receive: Receive) -> Message | None:
-        """Return the first kept message of this key. If there is none, return None and queue the receive."""
+        """Return the first kept message with this key, or queue the receive and return None."""
         if (messages := self._kept.pop(key, None)) is None:
             self._waiting.setdefault(key, deque()).append(receive)
             return None
@@ -73,7 +74,7 @@ class Matching:
 
     def who_waits(self, key: Hashable) -> Receive | None:
         """Return the first receive that waits for a message of this key."""
-        receives = self._waiting.pop(key, deque())  # another sender may have served some of them
+        receives = self._waiting.pop(key, deque())  # another sender's messages may have completed some of them
         while receives:
             receive = receives.popleft()
             if receive.message is None:
@@ -83,5 +84,5 @@ class Matching:
         return None
 
     def keep(self, key: Hashable, message: Message) -> None:
-        """Keep a message that was not requested yet."""
+        """Keep a message for which no receive waits."""
         self._kept.setdefault(key, deque()).append(message)

@@ -1,6 +1,7 @@
-"""Operations (collectives and messages) as generators that yield while they wait, their queues and their driver.
+"""Operations (collectives and messages), queues of operations, and the driver of operations.
 
-A transport's driver adds how a thread waits (`shm/progress.py`, `tcp/progress.py`).
+An operation is a generator that yields while it waits. Each transport defines how a thread waits (`shm/progress.py`,
+`tcp/progress.py`).
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class Operation:
     """Collective or message in progress.
 
     `waits_for` returns the peers that the operation waits for. `started` is the time when the operation became the
-    first of its queue: the deadline excludes the time of earlier operations.
+    first of its queue, because the deadline excludes the time of earlier operations.
     """
 
     def __init__(self, what: str, steps: Steps, deadline_s: float, waits_for: Callable[[], Sequence[Awaited]]) -> None:
@@ -57,7 +58,7 @@ class Operation:
                 self.result, self.done = end.value, True
             except Exception as error:  # noqa: BLE001 - raised by `Driver.wait`
                 self.fail(error)
-            except BaseException as error:  # after Ctrl-C a second attempt must not find it done
+            except BaseException as error:  # after Ctrl-C, a second attempt must not find the operation done
                 self.fail(DistBackendError(f"{self.what} was interrupted by {type(error).__name__}"))
                 raise
         return self.done
@@ -71,11 +72,12 @@ class Operation:
 class Breakage:
     """Error that has ended one or more queues.
 
-    The first operation to fail reports the error itself; later ones report an error that refers to it.
+    The first operation to fail reports the original error. Later operations report an error that refers to the original
+    error.
 
     Attributes:
-        error: that error, or None.
-        told: True once an operation has failed with it.
+        error: the original error, or None.
+        told: True once an operation has failed with the original error.
     """
 
     def __init__(self) -> None:
@@ -83,15 +85,15 @@ class Breakage:
         self.told = False
 
     def fail(self, error: Exception) -> None:
-        """End the queues with an error. If they have ended already, keep the first error."""
+        """End the queues with an error, or keep an earlier error."""
         self.error = self.error or error
 
 
 class OperationQueue:
     """Queue of operations that run one after the other, such as a group's collectives.
 
-    A failed operation fails the operations behind it, and those of all queues with the same breakage. That includes
-    operations that are started after another rank has reported the failure.
+    If an operation fails, all later operations of the queue fail, too, as do the operations of all queues with the same
+    `Breakage`. The same applies to operations that start after another rank has reported a failure.
     """
 
     def __init__(self, breakage: Breakage | None = None) -> None:
@@ -99,7 +101,7 @@ class OperationQueue:
         self.breakage = breakage or Breakage()
 
     def advance(self) -> list[Operation]:
-        """Continue with the first operations as far as possible; return the finished ones."""
+        """Advance the first operations as far as possible; return the finished operations."""
         done = []
         if self.breakage.error is not None and self.operations:
             self.operations[0].fail(self.breakage.error)
@@ -132,18 +134,18 @@ class Awaited(Protocol):
     """Peer that an operation waits for."""
 
     def why_over(self) -> str | None:
-        """Return the reason why the peer will send nothing more; None while it may."""
+        """Return the reason why the peer will send nothing more, or None."""
 
     def state(self) -> str:
-        """The peer and the state of the connection, as text."""
+        """Describe the peer and the state of the connection."""
 
 
 class Driver(ABC):
     """Driver of operations, in the waiting thread or in a background thread.
 
     Attributes:
-        lock: guards all state here; it is not held while an operation's completion callback runs.
-        advice: last sentence of a time-out error, if nothing else explains it.
+        lock: lock for all state of the driver; the driver does not hold the lock during completion callbacks.
+        advice: last sentence of a time-out error.
     """
 
     advice: ClassVar[str] = ""
@@ -159,7 +161,7 @@ class Driver(ABC):
 
     @classmethod
     def acquire(cls) -> Self:
-        """Return the driver of this process, which lives from the first group to the last."""
+        """Return this process's driver, which exists as long as the process has groups."""
         with _SHARING:
             cls._of_process = cls._of_process or cls()
             cls._users += 1
@@ -167,7 +169,7 @@ class Driver(ABC):
 
     @classmethod
     def release(cls) -> None:
-        """Release the driver from `acquire`; the last group's call closes it."""
+        """Release the driver from `acquire`; the last group's call closes the driver."""
         with _SHARING:
             cls._users -= 1
             if cls._users == 0 and cls._of_process is not None:
@@ -175,7 +177,7 @@ class Driver(ABC):
                 cls._of_process = None
 
     def start(self, queue: OperationQueue, operation: Operation) -> None:
-        """Append an operation to its queue, and continue with all operations as far as possible."""
+        """Append an operation to its queue, and advance all operations as far as possible."""
         with self.lock:
             if queue.breakage.error is not None:
                 queue.fail_as_broken(operation)
@@ -186,7 +188,7 @@ class Driver(ABC):
         call_all(calls)
 
     def call_when_done(self, operation: Operation, call: Callable[[], None]) -> None:
-        """Register a callback for the end of the operation. If it is already done, call back at once."""
+        """Register a callback for the end of an operation; call it at once if done."""
         with self.lock:
             if not operation.done:
                 operation.on_done.append(call)
@@ -195,7 +197,7 @@ class Driver(ABC):
         call()
 
     def is_done(self, operation: Operation) -> bool:
-        """Continue as far as possible; return True if the operation is done."""
+        """Advance all operations as far as possible; return True if this operation is done."""
         if not operation.done:
             with self.lock:
                 calls = self._look()
@@ -203,7 +205,7 @@ class Driver(ABC):
         return operation.done
 
     def wait(self, operation: Operation) -> None:
-        """Drive everything until `operation` is done.
+        """Drive all operations until `operation` is done.
 
         Raises:
             SyncError, DistBackendError: a peer is gone, missed the deadline, or made a different call.
@@ -221,15 +223,15 @@ class Driver(ABC):
 
     @abstractmethod
     def in_background(self, operation: Operation) -> None:
-        """Drive an operation soon, in the background."""
+        """Have the background thread drive an operation soon."""
 
     @abstractmethod
     def drive(self, is_over: Callable[[], bool]) -> None:
-        """Drive everything until `is_over`."""
+        """Drive all operations until `is_over` returns True."""
 
     @abstractmethod
     def _run(self) -> None:
-        """Run the background thread, until `_ending`."""
+        """Run the background thread until `_ending` is True."""
 
     @abstractmethod
     def _wake_thread(self) -> None:
@@ -240,13 +242,13 @@ class Driver(ABC):
         """Make the background thread drive at once; the caller holds the lock."""
 
     def _look(self) -> Calls:
-        """Continue as far as possible without waiting; the caller holds the lock."""
+        """Advance all operations without waiting; the caller holds the lock."""
         return self._advance()
 
     # For the transports; the caller holds the lock
 
     def _advance(self) -> Calls:
-        """Continue with all operations; return the callbacks to make without the lock."""
+        """Advance all operations; return the callbacks to call without the lock."""
         done: list[Operation] = []
         for queue in list(self._busy):
             try:
@@ -255,7 +257,7 @@ class Driver(ABC):
                 done += queue.break_off(error)
             if not queue.operations:
                 del self._busy[queue]
-        # most polls find nothing done
+        # most polls find no finished operation
         if not done:
             return []
         calls = [call for operation in done for call in operation.on_done]
@@ -274,16 +276,16 @@ class Driver(ABC):
                     queue.operations[0].fail(error)
 
     def failure(self, reason: str) -> Exception:
-        """Make the error of an operation that cannot wait any longer."""
+        """Create the error of an operation that cannot wait any longer."""
         return DistBackendError(reason)
 
     def _hopeless(self, operation: Operation) -> Exception | None:
-        """Return the error of an operation that cannot wait any longer; None while it may."""
+        """Return the error of an operation that cannot wait any longer; otherwise None."""
         if generation_is_over():
             return self.failure(f"{operation.what}: the generation is over")
         waited_s = time.monotonic() - operation.started
         over = {peer: why for peer in operation.waits_for() if (why := peer.why_over())}
-        # a peer may have finished its part just before it ended
+        # a peer may have finished its part just before the peer ended
         if reasons := [over[peer] for peer in operation.waits_for() if peer in over] if over else []:
             return self.failure(f"{operation.what} failed after {waited_s:.1f} s: {'; '.join(reasons)}")
         if waited_s > operation.deadline_s:
@@ -303,7 +305,7 @@ class Driver(ABC):
 
     def _end_thread(self) -> None:
         atexit.unregister(self._end_thread)
-        if os.getpid() != self._owner:  # a fork has no such thread, and would keep its parent's thread awake
+        if os.getpid() != self._owner:  # a forked process has no such thread, and would keep its parent's thread awake
             return
         with self.lock:
             self._ending = True
@@ -316,19 +318,23 @@ _SHARING = threading.Lock()
 
 
 def call_all(calls: Iterable[Callable[[], None]]) -> None:
-    """Make the callbacks of finished operations; they may start other operations and wait for them."""
+    """Call the callbacks of finished operations.
+
+    Callbacks may start other operations and wait for them.
+    """
     for call in calls:
         call()
 
 
 def _follow_up_error(error: Exception) -> DistBackendError:
-    return DistBackendError(f"this group cannot be used any more, since: {error}")
+    return DistBackendError(f"this group cannot be used any more, because of an earlier error: {error}")
 
 
 class DrivenWork(dist.Work):
     """Handle of an operation for torch.
 
-    The waiting thread drives the operation; for the handle's future, the background thread does.
+    A thread that waits for the handle drives the operation. If torch uses the handle's future, the background thread
+    drives the operation.
     """
 
     def __init__(self, progress: Driver, operation: Operation, result: list[Any]) -> None:
@@ -362,7 +368,7 @@ class DrivenWork(dist.Work):
         return self._result
 
     def source_rank(self) -> int:
-        """Sender of a message that was received from any rank."""
+        """Return the sender of a message that was received from any rank."""
         self._progress.wait(self._operation)
         return int(self._operation.result)
 

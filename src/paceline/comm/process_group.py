@@ -23,7 +23,7 @@ from paceline.errors import SyncError
 from paceline.job.spec import load_object
 from paceline.planning.sync_info import TRANSPORTS
 
-Options = Any  # torch's options of a collective; each kind has its own class
+Options = Any  # torch's options of a collective; each kind of collective has a separate class
 MessageSteps = tuple[OperationQueue, Steps, Callable[[], Sequence[Awaited]]]
 LAST_WORD_S = 1.0  # time for a failure notice to reach the other ranks
 
@@ -31,7 +31,7 @@ LAST_WORD_S = 1.0  # time for a failure notice to reach the other ranks
 def abort_all(last_word_s: float = LAST_WORD_S) -> None:
     """End all groups of this process, after this rank has failed.
 
-    The other ranks may be gone and are not awaited; pending messages to them get `last_word_s`.
+    The call does not wait for other ranks, which may be gone. Pending messages to them get `last_word_s` seconds.
     """
     until = time.monotonic() + last_word_s
     for group in list(_open):
@@ -44,9 +44,9 @@ _open: weakref.WeakSet[DrivenProcessGroup] = weakref.WeakSet()
 class DrivenProcessGroup(dist.ProcessGroup):
     """Process group whose collectives are generators that a `Driver` advances.
 
-    It takes CPU tensors of any dtype, contiguous or not.
+    The group supports CPU tensors of any dtype, contiguous or not.
 
-    A transport adds the steps of its messages, `getBackendName` and `shutdown`.
+    A transport's subclass adds the steps of messages, `getBackendName` and `shutdown`.
     """
 
     def __init__(
@@ -257,11 +257,14 @@ class DrivenProcessGroup(dist.ProcessGroup):
         return self._launch(queue, title, f"receive from {whom}", steps(), waits_for, tensor)
 
     def _sending(self, receiver: int, flat: Tensor, tag: int) -> MessageSteps:
-        """Return a queue, the steps that send a flat tensor, and the peers awaited."""
+        """Return a queue, steps that send a flat tensor, and a function for awaited peers."""
         raise NotImplementedError
 
     def _receiving(self, sender: int | None, flat: Tensor, tag: int) -> MessageSteps:
-        """Return the same for a receive. The steps return the sender; `sender=None`: any rank."""
+        """Return a queue, steps that receive a tensor, and a function for awaited peers.
+
+        The steps return the sender. `sender=None` receives from any rank.
+        """
         raise NotImplementedError
 
     # Execution
@@ -302,7 +305,7 @@ class DrivenProcessGroup(dist.ProcessGroup):
         self._progress.call_when_done(operation, lambda: _record_function_with_args_exit(event))
 
     def end_within(self, seconds: float) -> None:
-        """End the group of a failed rank; pending messages to the others get `seconds`."""
+        """End the group of a failed rank; pending messages to other ranks get `seconds`."""
         self.abort()
 
     def _check_open(self) -> None:
@@ -327,7 +330,7 @@ class DrivenProcessGroup(dist.ProcessGroup):
     _get_backend = get_backend
 
     def supports_tensor_alloc(self, device: torch.device) -> bool:
-        """False: torch allocates the tensors that it sends."""
+        """Return False, because torch allocates the tensors that it sends."""
         return False
 
     def monitored_barrier(self, timeout: timedelta, wait_all_ranks: bool = False) -> None:
@@ -358,7 +361,7 @@ class DrivenProcessGroup(dist.ProcessGroup):
 
 
 def flattened(tensor: Tensor) -> Tensor:
-    """Return the tensor in one dimension: its own memory if contiguous, else a copy."""
+    """Return a 1-D view of a contiguous tensor, or a 1-D copy of another tensor."""
     if tensor.device.type != "cpu":
         raise ValueError(
             f"this backend moves tensors of the CPU; this one is on {tensor.device}. "
@@ -380,13 +383,13 @@ def _put_all_back(flats: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
 
 
 def _rows(flat: Tensor, tensor: Tensor, counts: Sequence[int], ranks: int) -> list[Tensor]:
-    """Split a flat tensor by rows of dim 0 for each rank; equally without counts."""
+    """Split a flat tensor into rows for each rank; evenly if there are no counts."""
     if not counts:
         _check_divides(tensor, ranks)
         return list(flat.chunk(ranks)) if flat.numel() else [flat] * ranks
     if sum(counts) != tensor.shape[0]:
         raise ValueError(
-            f"all_to_all: the sizes {list(counts)} are of {sum(counts)} rows, but the tensor has {tensor.shape[0]}"
+            f"all_to_all: the sizes {list(counts)} add up to {sum(counts)} rows, but the tensor has {tensor.shape[0]}"
         )
     row = flat.numel() // max(1, tensor.shape[0])
     return list(flat.split([count * row for count in counts]))
@@ -394,11 +397,13 @@ def _rows(flat: Tensor, tensor: Tensor, counts: Sequence[int], ranks: int) -> li
 
 def _check_divides(tensor: Tensor, ranks: int) -> None:
     if tensor.dim() and tensor.shape[0] % ranks:
-        raise ValueError(f"all_to_all: {tensor.shape[0]} rows cannot be dealt evenly to {ranks} ranks; give the sizes")
+        raise ValueError(
+            f"all_to_all: {tensor.shape[0]} rows cannot be divided evenly among {ranks} ranks. Pass the sizes."
+        )
 
 
 def different_calls(first: str, other: str) -> SyncError:
-    """Error of two ranks that make different calls; it names each call with its rank."""
+    """Return the error for two ranks that make different calls."""
     return SyncError(
         "ranks.calls_differ",
         "the ranks made different calls: {first}, {other}. Every rank of a group must make the same calls in the "
@@ -413,7 +418,7 @@ def _check_sizes(what: str, of_ranks: Sequence[Tensor], own: Tensor) -> None:
         if tensor.numel() * tensor.element_size() != own.numel() * own.element_size():
             sizes = " and ".join(f"{t.numel()} {t.dtype}".replace("torch.", "") for t in (own, tensor))
             raise ValueError(
-                f"{what}: this rank's tensor and that for rank {rank} must have the same size, not {sizes}"
+                f"{what}: this rank's tensor and the tensor for rank {rank} must have the same size, not {sizes}"
             )
 
 
@@ -463,7 +468,7 @@ class Reduction:
     def into(self, out: Tensor, parts: Sequence[Tensor]) -> None:
         """Reduce the `parts` of all ranks, in rank order, into `out`.
 
-        `out` may be the first part.
+        `out` may be the same tensor as the first part.
         """
         if self._through is not None:
             out.copy_(self._scaled(self._wide(parts)))
@@ -473,7 +478,10 @@ class Reduction:
                 self._scaled(out)
 
     def add(self, out: Tensor, parts: Sequence[Tensor]) -> None:
-        """Reduce the parts of some ranks into `out`; a mean is a sum until `scale`."""
+        """Reduce the parts of some ranks into `out`.
+
+        For a mean, the result is a sum, which `scale` divides later.
+        """
         if self._through is not None:
             out.copy_(self._wide(parts))
         elif len(parts) == 1:
@@ -485,7 +493,7 @@ class Reduction:
                 self._binary(out, part, out=out)
 
     def scale(self, total: Tensor) -> None:
-        """Turn a sum over all ranks into the mean, if the reduction is a mean."""
+        """For a mean, divide a sum over all ranks by the number of ranks."""
         if self._divisor and self._through is not None:
             total.copy_(self._scaled(total.to(self._through)))
         else:
@@ -509,7 +517,7 @@ _reduction = cache(Reduction)
 class Collectives(Protocol):
     """Collectives of one group, on flat and contiguous tensors.
 
-    The process group copies other tensors. Each collective is a generator that yields while it waits. Results of
+    The process group copies other tensors first. Each collective is a generator that yields while it waits. Results of
     reductions have the same bits on every rank.
     """
 
@@ -517,7 +525,7 @@ class Collectives(Protocol):
     size: int
 
     def waits_for(self) -> Sequence[Awaited]:
-        """Peers that the current collective waits for."""
+        """Return the peers that the current collective waits for."""
 
     def all_reduce(self, tensor: Tensor, reduction: Reduction) -> Steps:
         """Replace `tensor` with the reduction over all ranks."""
@@ -541,7 +549,10 @@ class Collectives(Protocol):
         """Give rank r the reduction of all ranks' `inputs[r]`, each of `output`'s size."""
 
     def all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Steps:
-        """Send `inputs[r]` to each rank r, and receive `outputs[r]` from it. Sizes may differ between pairs."""
+        """Send `inputs[r]` to each rank r, and receive `outputs[r]` from rank r.
+
+        The sizes may differ between pairs of ranks.
+        """
 
     def barrier(self) -> Steps:
         """Wait until all ranks have arrived."""
@@ -578,7 +589,7 @@ def sum_of_rows(of_ranks: Sequence[Tensor], like: Tensor) -> Tensor:
     """Return the coalesced sum of all ranks' rows (see `rows_to_send`), added in rank order.
 
     Args:
-        like: a sparse tensor with the shapes and dtype of the sum.
+        like: a sparse tensor with the shape and dtype of the sum.
     """
     rows, index_bytes = torch.cat(list(of_ranks)), 8 * like.sparse_dim()
     indices = _packed(rows[:, :index_bytes]).view(torch.int64).t()
@@ -587,13 +598,13 @@ def sum_of_rows(of_ranks: Sequence[Tensor], like: Tensor) -> Tensor:
 
 
 def _packed(rows: Tensor) -> Tensor:
-    """Make a copy that can be viewed as any dtype."""
+    """Return a copy that can be viewed as any dtype."""
     # torch treats a tensor of one row as contiguous with any stride
     return rows.clone(memory_format=torch.contiguous_format)
 
 
 def added_up(indices: Tensor, values: Tensor, shape: torch.Size) -> Tensor:
-    """Make a coalesced sparse tensor; values with equal indices are added in order."""
+    """Create a coalesced sparse tensor; values with equal indices are added in order."""
     make = partial(torch.sparse_coo_tensor, size=shape, check_invariants=False)
     of_rows = len(indices) == 1 and values.dim() == 2 and values.dtype in (torch.float32, torch.float64)
     if not (of_rows and values.is_cpu and len(values)):
@@ -606,14 +617,13 @@ def added_up(indices: Tensor, values: Tensor, shape: torch.Size) -> Tensor:
 
 
 class Transport:
-    """Transport behind a `Group`; this base class serves torch's own process groups.
+    """Transport of a `Group`; this base class is for torch's own process groups.
 
-    A process group with its own memory, of paceline or another package, provides a subclass as its attribute
-    `transport`.
+    A process group that allocates its own memory provides an instance of a subclass as its attribute `transport`.
 
     Attributes:
         name: name in a plan (`shm`, `tcp`, `gloo`), or torch's name of an accelerator's backend.
-        shares_memory: True if tensors from `empty` lie in memory that all ranks share.
+        shares_memory: True if tensors from `empty` are in memory that all ranks share.
         unauthenticated: number of connections without the run's key that this rank has rejected so far.
     """
 
@@ -624,21 +634,25 @@ class Transport:
         self.name = name
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor | None:
-        """Allocate zeros in the transport's memory, or return None. All ranks must call it together."""
+        """Allocate zeros in the transport's memory, or return None.
+
+        All ranks must call this method together.
+        """
         return None
 
     def release(self, tensor: Tensor) -> None:
         """Free a tensor from `empty`."""
 
     def place_of(self, tensor: Tensor) -> tuple[int, int]:
-        """Arena and byte offset of a contiguous tensor; arena 0 means not in shared memory.
+        """Return the arena number and byte offset of a contiguous tensor.
 
-        Both are equal on ranks whose tensors have the same place.
+        Arena 0 means that the tensor is not in shared memory. If ranks have tensors at the same place, they get the
+        same numbers.
         """
         return 0, 0
 
     def everywhere(self, tensor: Tensor) -> list[Tensor]:
-        """Return all ranks' memory at the place of this rank's tensor, if memory is shared."""
+        """Return all ranks' shared memory at the place of this rank's tensor."""
         raise NotImplementedError(f"{self.name} shares no memory")
 
 
@@ -655,9 +669,9 @@ def register(name: str) -> None:
 
     Raises:
         PlanError: the transport's package or its description cannot be loaded.
-        JobError: the class or function that it names cannot be imported.
+        JobError: the transport's class or function cannot be imported.
     """
-    # Packages are not searched if the name is built in.
+    # Installed packages are not searched if the name is built in.
     known = name in TRANSPORTS.built_in or name in TRANSPORTS.installed
     if not known or (path := TRANSPORTS[name].backend) is None:
         return

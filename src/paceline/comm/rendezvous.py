@@ -1,6 +1,6 @@
-"""Stores in which ranks meet: paceline's, or torch's own.
+"""Key-value stores in which ranks meet: paceline's store, or torch's own store.
 
-Torch's store serves runs that another launcher started and that have no key.
+Torch's store is used for runs without a key that another launcher has started.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from paceline.wire.key import RunKey, name_of, own_key
 from paceline.wire.status import GenerationOver, generation_is_over, generations_are_watched
 from paceline.wire.store import StoreClient, StoreServer
 
-_TORCHS_PLACE = "torch's store"  # key under which rank 0 publishes the address of that store
-_open: list[ChannelStore | StoreServer] = []  # torch holds only the C++ part of a store
+_TORCHS_PLACE = "torch's store"  # key under which rank 0 publishes the address of torch's store
+_open: list[ChannelStore | StoreServer] = []  # torch keeps only the C++ part of a store alive
 
 
 def rendezvous_store(environment: RankEnvironment, deadline_s: float, number: int) -> Store:
     """Return the store in which the ranks meet, scoped by attempt and number of joins.
 
-    Thus a restarted run, or ranks that meet again, do not read earlier keys.
+    A restarted run, or ranks that meet again, therefore do not read earlier keys.
 
     Raises:
         LaunchError: the store cannot be reached or served.
@@ -60,10 +60,10 @@ def rendezvous_store(environment: RankEnvironment, deadline_s: float, number: in
 
 
 def torchs_store(environment: RankEnvironment, store: Store, deadline_s: float) -> tuple[Store, str | None]:
-    """Return a store of torch's own, and a note on where it listens.
+    """Return a store of torch's own, and a note with its address.
 
-    It is for libraries that accept no other store. Rank 0 serves it on the cluster's address, and publishes the port in
-    `store`. There is no note if `store` already is a store of torch's own.
+    This store is for libraries that accept no other store. Rank 0 serves the store on the cluster's address, and
+    publishes the port in `store`. If `store` already is torch's own store, the note is None.
     """
     if not _open:
         return store, None
@@ -86,7 +86,7 @@ def torchs_store(environment: RankEnvironment, store: Store, deadline_s: float) 
 
 
 def drop_torchs_port() -> None:
-    """Close the launcher's socket for torch's own store if it is not needed."""
+    """Close the launcher's socket for torch's own store, which is not needed."""
     if (listening := take_store_fd()) is not None:
         os.close(listening)
 
@@ -110,10 +110,10 @@ def _channels(place: str, key: RunKey | None, deadline_s: float) -> Store:
 
 
 def _behind_key(environment: RankEnvironment, key: RunKey, deadline_s: float, number: int) -> Store:
-    """Return the channel's store of ranks without paceline's launcher, served by rank 0.
+    """Return the authenticated store of ranks that another launcher started.
 
-    Under torchrun the agent owns the port, so the address is published in the agent's store. An attacker that changes
-    it there can end the run, but cannot enter it.
+    Rank 0 serves the store. Under torchrun, the agent owns the port, so rank 0 publishes its address in the agent's
+    store. An attacker that changes this address can end the run, but cannot join it.
     """
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         where = environment.master_address, environment.master_port
@@ -142,8 +142,8 @@ def _torchs(environment: RankEnvironment, deadline_s: float) -> Store:
         raise LaunchError(
             "rendezvous.unreachable",
             "rank {rank} cannot reach the other ranks at {address}:{port}: {error}. The port may be in use by "
-            "another run, or rank 0 was not started. Choose another MASTER_PORT (torchrun --master-port), and the "
-            "same one on every host.",
+            "another run, or rank 0 was not started. Choose another MASTER_PORT (torchrun --master-port), which "
+            "must be the same on every host.",
             rank=rank,
             address=address,
             port=port,
@@ -152,7 +152,7 @@ def _torchs(environment: RankEnvironment, deadline_s: float) -> Store:
 
 
 def _listen(address: str, port: int) -> int:
-    """Listen on the cluster's address only; TCPStore by itself would use every interface."""
+    """Listen only on the cluster's address; by default, TCPStore listens on every interface."""
     family, kind, protocol, _, where = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
     with socket.socket(family, kind, protocol) as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -162,7 +162,7 @@ def _listen(address: str, port: int) -> int:
 
 
 def tell_all(store: Store, what: str, rank: int, size: int, timeout_s: float, value: Any) -> list[Any]:
-    """Exchange one JSON value per rank through the store. Return the values by rank.
+    """Exchange one JSON value per rank through the store; return the values by rank.
 
     Raises:
         LaunchError: ranks did not arrive in time; the error names them.
@@ -193,10 +193,11 @@ _LOOK_S = 0.05  # between two checks for the end of the generation
 
 
 class ChannelStore(Store):
-    """Store whose server only accepts processes of the run.
+    """Store whose server accepts only processes of the run.
 
-    torch's objects hold only the C++ part of it, so its creator must keep a reference for as long as they live. Its
-    errors are those of torch's `TCPStore`: DistStoreError after a deadline, DistNetworkError if the server is lost.
+    The creator must keep a reference to the store, because torch's objects keep only its C++ part alive. The store
+    raises the same errors as torch's `TCPStore`: DistStoreError after a deadline, and DistNetworkError if the server is
+    lost.
     """
 
     def __init__(self, client: StoreClient) -> None:
@@ -223,7 +224,9 @@ class ChannelStore(Store):
         until = time.monotonic() + deadline_s
         while not self._ask(self._came, keys, deadline_s=until - time.monotonic()):
             if generation_is_over():
-                raise dist.DistStoreError(f"{', '.join(keys[:3])} is waited for no more: the generation is over")
+                raise dist.DistStoreError(
+                    f"the wait for {', '.join(keys[:3])} has ended, because the generation is over"
+                )
         return None
 
     def check(self, keys: Sequence[str]) -> bool:
@@ -251,10 +254,10 @@ class ChannelStore(Store):
         return self._ask(self._client.num_keys)
 
     def has_extended_api(self) -> bool:
-        """True: `append`, `multi_get` and `multi_set` are supported."""
+        """Return True, because `append`, `multi_get` and `multi_set` are supported."""
         return True
 
-    # torch's C++ calls them by these names
+    # torch's C++ code uses these names
     deleteKey, getNumKeys = delete_key, num_keys
 
     def _came(self, keys: Sequence[str], *, deadline_s: float) -> bool:
@@ -272,7 +275,7 @@ class ChannelStore(Store):
         return float(self.timeout.total_seconds())  # type: ignore[attr-defined]
 
     def _ask(self, call: Callable[..., T], *arguments: Any, deadline_s: float | None = None) -> T:
-        """Call with a deadline, this store's by default, and fail like torch's store."""
+        """Call with a deadline (default: the store's), and raise the errors of torch's store."""
         try:
             return call(*arguments, deadline_s=self._deadline_s if deadline_s is None else deadline_s)
         except DeadlineError as error:
@@ -292,9 +295,9 @@ def register(store: Store | None, rank: int) -> None:
 
 
 def _processes() -> str:
-    """Identity that is equal for processes that see each other's process ids.
+    """Return an identity that is equal for processes that see each other's process ids.
 
-    Each container of a host may have its own process ids.
+    Each container of a host may have a separate set of process ids.
     """
     return f"{host_identity()}@{os.readlink('/proc/self/ns/pid') if os.path.exists('/proc/self/ns/pid') else ''}"
 
@@ -302,14 +305,13 @@ def _processes() -> str:
 def missing_ranks(store: Store | None, rank: int, size: int, failure: int, patience_s: float = 2.0) -> list[int] | None:
     """Return the ranks that do not report their failure number `failure`.
 
-    None if there is no store, or it does not answer. The wait for other ranks is `patience_s`, except for ranks of this
-    host that have ended.
+    The result is None if there is no store, or if the store does not answer. The call waits up to `patience_s` seconds
+    for other ranks, but not for ranks of this host that have ended.
     """
     if store is None:
         return None
     found: list[list[int]] = []
-    # In a thread: if the link to the store's host has failed, each call takes as long as the deadline that has just
-    # passed.
+    # A thread is used because each call takes as long as the deadline if the link to the store's host has failed.
     asking = threading.Thread(target=lambda: found.append(_ask(store, rank, size, failure, patience_s)), daemon=True)
     asking.start()
     asking.join(patience_s + 1.0)
@@ -332,14 +334,14 @@ def _ask(store: Store, rank: int, size: int, failure: int, patience_s: float) ->
 
 
 def _has_ended(store: Store, rank: int) -> bool:
-    """True if a rank is known to have ended, as a process of this host."""
+    """Return True if a rank is a process of this host and has ended."""
     if not store.check([f"process/{rank}"]):
         return False
     host, _, pid = store.get(f"process/{rank}").decode().rpartition(" ")
     if host != _processes():
         return False
     try:
-        # dead, but not reaped by its parent yet
+        # the process is dead, even if its parent has not reaped it yet
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
     except OSError:
         return True

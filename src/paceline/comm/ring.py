@@ -1,10 +1,10 @@
 """Ring all-reduce: a pipelined reduce-scatter and all-gather around some ranks.
 
-Every rank sends 2 (n - 1) / n of the tensor, the least that is possible: Patarasuk & Yuan, 2009, "Bandwidth Optimal
-All-reduce Algorithms for Clusters of Workstations". A chunk is forwarded as soon as it has arrived and was added, while
-others are still in transit. Every element is summed along the ring by one chain of ranks and then copied, so that it
-has the same bits on all ranks. The algorithm `ring` runs it over any group; the transport `tcp` runs it within its
-collectives.
+On n ranks, every rank sends 2 (n - 1) / n of the tensor, which is the minimum (Patarasuk & Yuan, 2009, "Bandwidth
+Optimal All-reduce Algorithms for Clusters of Workstations"). A rank forwards a chunk as soon as the chunk has arrived
+and was added, while other chunks are in transit. Every element is summed along the ring and then copied, so the result
+has the same bits on all ranks. The algorithm `ring` uses this code over any group, and the transport `tcp` uses it
+within collectives.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from paceline.comm.group import Messages
 from paceline.comm.process_group import Reduction
 
 CHUNK_BYTES = 2**18  # large compared with the cost of a message, small compared with the bytes that a rank sends
-IN_FLIGHT = 4  # chunks: one arrives, one is added, and the others wait in the buffers of the connection
+IN_FLIGHT = 4  # number of chunks: one arrives, one is added, and the others wait in the connection's buffers
 
 T = TypeVar("T")
 OnChunk = Callable[[int, int], object]  # arguments: first and end index of a chunk's elements
@@ -33,11 +33,11 @@ class Wait(Protocol):
     """Handle of messages in transit."""
 
     def wait(self) -> None:
-        """Wait until they are received and sent."""
+        """Wait until the messages are received and sent."""
 
 
 class Wires(Protocol):
-    """Interface of a group that a ring needs: messages between ranks."""
+    """Interface of a group for a ring: messages between ranks."""
 
     rank: int
     size: int
@@ -59,9 +59,9 @@ def ring_all_reduce(
     """Replace a flat contiguous tensor with the sum or maximum over the ranks.
 
     Args:
-        order: the ranks around the ring; ascending by default. Neighbours should be near each other.
-        prepare: called for every chunk before its elements are read, while other chunks are in transit.
-        finish: called for every chunk when its elements are final, while other chunks are in transit.
+        order: order of the ranks in the ring (default: ascending). Ranks on the same host should be neighbours.
+        prepare: function called for every chunk before its elements are read, while other chunks are in transit.
+        finish: function called for every chunk when its elements are final, while other chunks are in transit.
 
     Raises:
         SyncError: a rank is gone, or missed the deadline (from `wires`).
@@ -88,7 +88,7 @@ def ring_all_reduce(
         finish=finish,
     )
     traced, shown = torch._C._autograd._profiler_enabled(), -1
-    with ExitStack() as span:  # span of a step in the profiler's trace, until its last chunk has arrived
+    with ExitStack() as span:  # span of a step in the profiler's trace, until the step's last chunk has arrived
         for step, exchange in moves:
             if traced and step != shown:
                 span.close()
@@ -114,37 +114,39 @@ def around(
 ) -> Iterator[tuple[int, T]]:
     """Run some of the 2 (n - 1) steps of a ring all-reduce among n ranks.
 
-    After the first half the rank at place p has the sum of all ranks' share p; after the second half it has the sums of
-    all shares. In step t it receives share p - t - 2 from the previous place, and forwards it in the next step.
+    After the first half of the steps, the rank at place p has the sum of share p over all ranks. After the second half,
+    every rank has the sums of all shares. In step t, the rank receives share p - t - 2 from the previous place, and it
+    forwards this share in the next step.
 
     Args:
-        shares: n flat tensors; a share has the same length on every rank.
-        start: begins to send a tensor to the next place and to receive another from the previous place. Either may be
-            empty if there are fewer elements than places.
+        shares: n flat tensors, each with the same length on every rank.
+        start: function that begins to send one tensor to the next place and to receive another from the previous place.
+            Either tensor may be empty if there are fewer elements than places.
         chunk: number of elements that are sent at once.
         ahead: maximum number of chunks in transit.
-        reduction: operation for the first half.
-        prepare, finish: as in `ring_all_reduce`; elements are counted over all shares.
+        reduction: operation that combines received elements in the first half of the steps.
+        prepare: as in `ring_all_reduce`, with element indices over all shares.
+        finish: as in `ring_all_reduce`, with element indices over all shares.
 
     Yields:
         A step and the handle from `start`, which the caller waits for before the ring continues.
     """
-    n, summing = len(shares), len(shares) - 1  # steps of the first half
+    n, summing = len(shares), len(shares) - 1  # number of steps of the first half
     begins = [0, *accumulate(map(len, shares))]
     chunks = max(1, -(-max(map(len, shares)) // max(1, chunk)))
-    # A chunk is sent once it has arrived in the previous step, so at most one step's chunks are in transit.
+    # A chunk is sent after it has arrived in the previous step, so at most one step's chunks are in transit.
     window = min(ahead, chunks)
     buffers = [shares[0].new_empty(chunk) for _ in range(window if steps.start < summing else 0)]
     under_way: deque[tuple[int, int, Tensor, Tensor, T]] = deque()
 
     def cut(share: int, part: int) -> tuple[int, Tensor]:
-        """Return a chunk's first index, and the chunk."""
+        """Return the index of a chunk's first element, and the chunk."""
         whole, begin = shares[share % n], begins[share % n]
         skipped = min(part * chunk, len(whole))
         return begin + skipped, whole[skipped : skipped + chunk]
 
     def end() -> Iterator[tuple[int, T]]:
-        """Wait for the oldest chunk and add it; if it is final, call `finish`."""
+        """Wait for the oldest chunk and add it; if the sum is final, call `finish`."""
         step, at, own, target, exchange = under_way.popleft()
         if prepare is not None and step < summing:
             prepare(at, at + len(own))  # while it is in transit

@@ -1,4 +1,4 @@
-"""Choice of a transport by all ranks together, and groups of some ranks."""
+"""Choice of one transport for all ranks, and process groups of some ranks."""
 
 from __future__ import annotations
 
@@ -31,11 +31,12 @@ SEVERAL_HOSTS = "the ranks are on several hosts"  # also in `pg_options` of a `t
 def choose(store: Store, rank: int, size: int, wanted: str, timeout_s: float) -> tuple[str, str | None]:
     """Choose the backend for ranks on CPUs, the same on all ranks.
 
-    `auto` is `shm` if all ranks can share memory, and `tcp` between several hosts; else, on one host, it is `gloo`, and
-    the reason is returned. Between hosts `tcp`, which encrypts and survives a cut link, is about as fast as gloo's
-    plaintext: 0.97 to 0.99 of gloo's speed for 16 MiB over emulated links of 1 Gbit/s. Over loopback with two ranks, it
-    has 0.83 of gloo's speed (1.23 with encrypt=off) for 16 MiB, and takes a fifth of gloo's time for 1 KiB
-    (`benchmarks/hosts.py`). With `tcp`, groups whose ranks are all on one host use shared memory under that name.
+    `auto` means `shm` if all ranks can share memory, and `tcp` on several hosts. On one host without shared memory,
+    `auto` means `gloo`, and the reason is returned. `tcp` encrypts and survives lost connections, and is about as fast
+    as gloo's plaintext between hosts. For 16 MiB over emulated links of 1 Gbit/s, `tcp` reaches 0.97 to 0.99 of gloo's
+    speed. Over loopback with two ranks, `tcp` reaches 0.83 of gloo's speed (1.23 with encrypt=off) for 16 MiB, and
+    takes a fifth of gloo's time for 1 KiB (`benchmarks/hosts.py`). With `tcp`, groups whose ranks are all on one host
+    use shared memory.
 
     Raises:
         ClusterError: the requested transport is not available.
@@ -61,10 +62,10 @@ def choose(store: Store, rank: int, size: int, wanted: str, timeout_s: float) ->
 
 
 def encrypts() -> bool:
-    """True unless PACELINE_ENCRYPT=off sends tensors between hosts in plaintext.
+    """Return False if PACELINE_ENCRYPT=off disables encryption between hosts.
 
     Raises:
-        LaunchError: the variable is neither on nor off.
+        LaunchError: PACELINE_ENCRYPT is neither `on` nor `off`.
     """
     wanted = os.environ.get(ENCRYPT, "on")
     if wanted not in ("on", "off"):
@@ -77,13 +78,13 @@ def encrypts() -> bool:
 def _note(transport: str) -> str | None:
     if transport != BETWEEN_HOSTS or encrypts():
         return None
-    return "encrypt=off, so whoever is on the way can read and change the tensors; ranks still prove the run's key"
+    return "encrypt=off, so attackers on the network can read and change the tensors; ranks still need the run's key"
 
 
 def why_not_shared(store: Store, rank: int, size: int, timeout_s: float) -> str | None:
-    """Return the reason why some rank cannot share memory with all others, or None.
+    """Return the reason why a rank cannot share memory with all other ranks, or None.
 
-    The ranks try it, and exchange the results.
+    Each rank tries to map the memory of the other ranks, and the ranks exchange the results.
     """
     own, reason = None, why_no_shared_memory()
     try:
@@ -119,17 +120,20 @@ _made: WeakKeyDictionary[dist.ProcessGroup, Counter[str]] = WeakKeyDictionary()
 def make_process_group(
     parent: dist.ProcessGroup, ranks: Sequence[int], deadline_s: float, *, share_memory: bool, spread: bool
 ) -> tuple[dist.ProcessGroup, Store]:
-    """Make a process group of some ranks of `parent`; return it and its store.
+    """Create a process group of some ranks of `parent`, and its store.
 
-    `ranks` are numbers in `parent`, ascending.
+    Exactly these ranks must call this function.
 
-    All of these ranks must call it, and no others. With `share_memory` they are on one host, and use shared memory if
-    possible; else the group has the parent's backend. `spread`: the ranks are known to be on several hosts.
-
-    If only its members make a group, `dist.new_group` derives its name from the number of groups in each process. Ranks
-    that made different groups before would wait under different names, and a group that is made again would find the
-    keys of its predecessor. The name is therefore made here, from the parent's name, the ranks, and the number of
+    `dist.new_group` would derive the group's name from the number of groups in each process. Ranks that created
+    different groups before would then use different names, and a group that is created again would find the keys of its
+    predecessor. Therefore, this function derives the name from the parent's name, the ranks, and the number of
     requests.
+
+    Args:
+        ranks: rank numbers in `parent`, in ascending order.
+        share_memory: True if the ranks are on one host and use shared memory if possible; otherwise, the group uses the
+            parent's backend.
+        spread: True if the ranks are known to be on several hosts.
     """
     everyone = dist.get_process_group_ranks(parent)
     members = [everyone[r] for r in ranks]
@@ -167,7 +171,7 @@ def make_process_group(
 def _not_split_from_the_default_group() -> Iterator[None]:
     """Prevent a split of the default group's communicator.
 
-    A default group that is bound to a device would be split, and every rank of it would have to take part.
+    Otherwise, torch would split a default group that is bound to a device, and every rank would have to take part.
     """
     default = distributed_c10d._get_default_group()
     device = default.bound_device_id

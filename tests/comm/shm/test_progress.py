@@ -102,7 +102,10 @@ def test_a_killed_rank_is_named_by_all_others(
         assert re.search(r"rank 1 \(pid \d+\) has ended|rank 1 \(host .+, 127.0.0.1\) is gone \(pid \d+\)", error), (
             error
         )
-        assert "this group cannot be used any more, since: " in (tmp_path / f"again-{rank}").read_text()
+        assert (
+            "this group cannot be used any more, because of an earlier error: "
+            in (tmp_path / f"again-{rank}").read_text()
+        )
 
 
 def lost_messages(direction: str, folder: Path) -> None:

@@ -123,7 +123,7 @@ def never_left_alone(folder: Path) -> None:
 def test_bytes_that_are_always_changed_end_the_group_with_a_word_about_it(ranks: Ranks, tmp_path: Path) -> None:
     ranks(2, never_left_alone, tmp_path, backend="tcp")
     errors = [file.read_text() for file in tmp_path.iterdir()]
-    assert any("on 5 connections one after the other the bytes were altered on their way" in e for e in errors), errors
+    assert any("the bytes of 5 connections in a row were altered in transit" in e for e in errors), errors
     assert all("rank 0" in error and "rank 1" in error for error in errors)
 
 

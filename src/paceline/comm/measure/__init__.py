@@ -1,4 +1,4 @@
 """Measurements of the speed of collectives and links on real ranks.
 
-Read `calls.py` first, which times one call.
+Read `calls.py` first; it measures the time of a single call.
 """

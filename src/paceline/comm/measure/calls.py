@@ -1,6 +1,6 @@
 """Timed and checked collectives on buffers with exactly known results.
 
-Bandwidths are those of nccl-tests (github.com/NVIDIA/nccl-tests).
+Bandwidths are defined as in nccl-tests (github.com/NVIDIA/nccl-tests).
 """
 
 from __future__ import annotations
@@ -34,11 +34,12 @@ class TimedCollective:
     """Collective that can be called repeatedly.
 
     Attributes:
-        source, result: this rank's buffers, initially zero; the same buffer if the call is in place.
-        mine: this rank's numbers: small integers, so that every sum is exact.
+        source: this rank's input buffer, initially zero.
+        result: this rank's output buffer; the same buffer as `source` if the call is in place.
+        mine: this rank's input numbers, which are small integers, so that every sum is exact.
         expected: expected numbers in `result` after `fill` and `run`.
-        run: the call.
-        release: frees the buffers.
+        run: function that makes the call.
+        release: function that frees the buffers.
     """
 
     source: Tensor
@@ -49,7 +50,7 @@ class TimedCollective:
     release: Callable[[], object] = lambda: None
 
     def fill(self) -> None:
-        """Write this rank's numbers to the buffers."""
+        """Write this rank's input numbers to `source`, and clear the result."""
         self.result.fill_(-1.0)
         self.source.copy_(self.mine)
 
@@ -58,19 +59,21 @@ class TimedCollective:
         return int((self.result != self.expected).sum().item())
 
     def clear(self) -> None:
-        """Zero the buffers; repeated sums of zeros do not overflow."""
+        """Zero the buffers, because repeated sums of zeros do not overflow."""
         self.result.zero_()
         self.source.zero_()
 
 
 def measure_call(group: Group, collective: str, size_bytes: int, algorithm: Algorithm | None = None) -> CollectiveSpeed:
-    """Time a collective, and check its results before and after. Every rank must call this and gets the same result.
+    """Measure the time of a collective, and check its results before and after.
+
+    Every rank must call this function, and gets the same result.
 
     Args:
         collective: one of `BUS_FACTORS`.
-        size_bytes: size of the larger buffer, rounded down to a multiple that the ranks can share evenly, with at least
-            one number per rank.
-        algorithm: algorithm of an all-reduce; None is the transport's own.
+        size_bytes: size of the larger buffer. The size is rounded down so that all ranks have equal shares, with at
+            least one number per rank.
+        algorithm: algorithm of an all-reduce; None means the transport's own algorithm.
     """
     numel = shared_evenly(group, size_bytes)
     call = prepared(group, collective, numel, algorithm or group)
@@ -106,7 +109,10 @@ SIZES = (2**10, 2**20, 2**24)
 
 @dataclass(frozen=True)
 class Speeds:
-    """Measurements of one launch. `note` is the reason why a faster transport was not measured, or None."""
+    """Measurements of one launch.
+
+    `note` is the reason why a faster transport was not measured, or None.
+    """
 
     speeds: list[CollectiveSpeed]
     note: str | None = None
@@ -124,13 +130,13 @@ def measure_all_reduces(sizes: tuple[int, ...]) -> Speeds:
         groups = (group,) if other is group else (other, group)
         speeds = [measure_call(each, "all_reduce", size) for size in sizes for each in groups]
         group.barrier()
-        # the store's note on accelerators is no reason: they do not use shared memory
+        # on accelerators, which do not use shared memory, the store's note does not explain the transport
         return Speeds(speeds, None if is_accelerator(group.device) else group.transport_note)
 
 
 @contextmanager
 def over(group: Group, transport: str) -> Iterator[Group]:
-    """Return a group of the same ranks over a transport, possibly the group itself."""
+    """Return a context with a group of the same ranks over another transport."""
     if transport == group.transport.name:
         yield group
         return
@@ -146,13 +152,13 @@ def over(group: Group, transport: str) -> Iterator[Group]:
 def pair(hosts: Sequence[int]) -> tuple[int, int]:
     """Choose two ranks that exchange messages: rank 0, and the first rank of another host.
 
-    On one host the second is the next rank.
+    If there is only one host, the second rank is rank 1.
     """
     return 0, next((rank for rank, host in enumerate(hosts) if host != hosts[0]), 1)
 
 
 def shared_evenly(group: Group, size_bytes: int) -> int:
-    """Number of fp32 values in a buffer that the ranks share evenly."""
+    """Return the number of fp32 values in a buffer that all ranks can share evenly."""
     return max(1, size_bytes // 4 // group.size) * group.size
 
 
@@ -160,7 +166,7 @@ def prepared(group: Group, collective: str, numel: int, by: Algorithm | None = N
     """Prepare a collective of `BUS_FACTORS` on `numel` fp32 numbers.
 
     Args:
-        by: algorithm of the all-reduce, which allocates its buffer; None is `group`, with ordinary memory.
+        by: algorithm of the all-reduce, which also allocates the buffer; None means `group` with ordinary memory.
     """
     rank, size, part = group.rank, group.size, numel // group.size
     own = slice(rank * part, (rank + 1) * part)
@@ -189,7 +195,7 @@ def prepared(group: Group, collective: str, numel: int, by: Algorithm | None = N
 
 
 def _there_and_back(group: Group, tensor: Tensor, pattern: Tensor) -> TimedCollective:
-    """Send a message between the two ranks of `pair` and back."""
+    """Prepare a message from the first rank of `pair` to the second rank, and back."""
     first, second = pair(group.hosts)
     received = torch.zeros_like(tensor)
 
@@ -209,7 +215,7 @@ def _there_and_back(group: Group, tensor: Tensor, pattern: Tensor) -> TimedColle
 
 
 def _sum(pattern: Tensor, ranks: int) -> Tensor:
-    """Sum over the ranks of `pattern` + rank."""
+    """Return the sum of `pattern` + rank over all ranks."""
     return pattern * ranks + ranks * (ranks - 1) / 2
 
 
@@ -229,12 +235,11 @@ BUS_FACTORS: dict[str, Callable[[int], float]] = {
 class CollectiveSpeed:
     """Time of a collective on fp32 numbers over `ranks` ranks.
 
-    `time_s` is the slowest rank's median over `calls` calls, after a warm-up.
-
     Attributes:
         size_bytes: size of the larger of a rank's two buffers, as in nccl-tests.
-        time_s: for `send_receive`, half of the round-trip time.
-        algorithm: algorithm of an all-reduce (`flat` is the transport's own).
+        time_s: the slowest rank's median time of `calls` calls after a warm-up; for `send_receive`, half of the
+            round-trip time.
+        algorithm: algorithm of an all-reduce; `flat` is the transport's own algorithm.
         wrong: count of wrong values over all ranks; None if not checked.
     """
 
@@ -249,7 +254,7 @@ class CollectiveSpeed:
 
     @property
     def label(self) -> str:
-        """The call as text: `gloo, all-reduce by ring`."""
+        """Description of the call, such as `gloo, all-reduce by ring`."""
         return f"{self.transport}, {self.collective.replace('_', '-')}" + (
             f" by {self.algorithm}" if self.algorithm != "flat" else ""
         )
@@ -263,17 +268,17 @@ class CollectiveSpeed:
     def bus_bandwidth(self) -> float:
         """Bus bandwidth in bytes per second and direction: size / time × the collective's factor.
 
-        Each rank's link carries at least this rate, so it is comparable with the hardware's rate for any number of
-        ranks.
+        Each rank's link carries at least this many bytes per second. Therefore, the bus bandwidth is comparable with
+        the hardware's bandwidth for any number of ranks.
         """
         return self.algorithm_bandwidth * BUS_FACTORS[self.collective](self.ranks)
 
 
 def repeats_within(one_s: float, budget_s: float, limits: tuple[int, int]) -> int:
-    """Return the number of timed repetitions that a budget allows, within limits.
+    """Return the number of repetitions that fit a time budget, within limits.
 
     Args:
-        one_s: seconds of one call.
+        one_s: time of one call in seconds.
     """
     return min(max(limits[0], int(budget_s / max(one_s, 1e-9))), limits[1])
 
@@ -283,7 +288,10 @@ _CALIBRATION_S, _CALIBRATION_CALLS = 0.05, (4, 60)
 
 
 def measure_on_rank(transport: str) -> list[Collective]:
-    """Join the other ranks of the launch over a transport, and measure. All ranks get the same times."""
+    """Join the other ranks of the launch over a transport, and measure collectives.
+
+    All ranks get the same times.
+    """
     with joined(deadline_s=60, transport=transport) as group:
         found = measure_collectives(group, [group.transport.name])
         group.barrier()
@@ -313,7 +321,7 @@ def _measured(group: Group, transport: str, name: str) -> Collective:
 
 
 def _one(group: Group, name: str, size_bytes: int) -> tuple[float, float]:
-    """Measure the slowest rank's wall-clock seconds of a call, and the mean CPU seconds."""
+    """Measure the slowest rank's wall-clock time and the mean CPU time of a call."""
     call, messages = prepared(group, name, shared_evenly(group, size_bytes)), MESSAGES.get(name, 1)
     for _ in range(2):
         one_s = timed(group, call.run)

@@ -1,4 +1,4 @@
-"""Hardware limits of collectives, measured: memory copies within a host, TCP streams between hosts."""
+"""Measured hardware limits of collectives: memory copies in a host, TCP streams between hosts."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ class Limit:
 
     Attributes:
         hosts: host index of each rank.
-        copies: rate in bytes per second at which a rank copies memory that another process of its host has just
-            written, by size of the copy: (all ranks at once, one alone). None if not measured, for the reason in
-            `why_not`.
-        stream: rate in bytes per second of the slowest of simultaneous TCP streams from each host to the next in a
-            ring. None on one host.
-        latency_s: one-way time of one byte between two hosts over TCP; the largest. None on one host.
+        copies: bytes per second at which a rank copies memory that another process of its host has just written. For
+            each size of the copy, a pair of rates: if all ranks copy at once, and if one rank copies alone. None if not
+            measured; `why_not` gives the reason.
+        stream: bytes per second of the slowest TCP stream if each host sends to the next host in a ring. None on one
+            host.
+        latency_s: largest one-way time in seconds of one byte between two hosts over TCP. None on one host.
     """
 
     hosts: tuple[int, ...]
@@ -49,16 +49,18 @@ class Limit:
     why_not: list[str] = field(default_factory=list)
 
     def least_s(self, collective: str, size_bytes: int) -> float | None:
-        """Lower bound on a collective's time in seconds, from bandwidth alone.
+        """Return a lower bound on a collective's time in seconds, from bandwidth alone.
 
-        It is the longer of the times within a host and between hosts; None if neither was measured.
+        The bound is the longer of the times within a host and between hosts; None if neither was measured.
 
-        With H hosts of R ranks each, each host's link has to carry in each direction (Patarasuk & Yuan, 2009,
-        doi:10.1016/j.jpdc.2008.09.002, applied to hosts instead of ranks): 2 (H - 1)/H × size for an all-reduce, (H -
-        1)/H for an all-gather and a reduce-scatter, R (H - 1)/H for an all-to-all, the size itself for a broadcast and
-        a message. Within a host, each rank reads and writes at least as many bytes as a copy of the size (all-reduce,
-        broadcast, message), of (n - 1)/n of the size (all-gather, all-to-all), or of (1 + 1/n)/2 of the size
-        (reduce-scatter, which reads everything and writes its part).
+        With H hosts of R ranks each, each host's link must carry a multiple of the size in each direction. The factor
+        is 2 (H - 1)/H for an all-reduce, (H - 1)/H for an all-gather and a reduce-scatter, R (H - 1)/H for an
+        all-to-all, and 1 for a broadcast and a message (Patarasuk & Yuan, 2009, doi:10.1016/j.jpdc.2008.09.002, applied
+        to hosts instead of ranks).
+
+        Within a host of n ranks, each rank must read and write at least as many bytes as a copy of a part of the size.
+        The part is 1 for an all-reduce, a broadcast and a message, (n - 1)/n for an all-gather and an all-to-all, and
+        (1 + 1/n)/2 for a reduce-scatter.
         """
         ranks, hosts = len(self.hosts), len(set(self.hosts))
         others, away = (ranks - 1) / ranks, (hosts - 1) / hosts
@@ -75,13 +77,16 @@ class Limit:
         return max(times_s, default=None)
 
     def share(self, speed: CollectiveSpeed) -> float | None:
-        """Ratio of the lower bound to the measured time; None without a limit."""
+        """Return the ratio of the lower bound to the measured time; None without a bound."""
         least_s = self.least_s(speed.collective, speed.size_bytes)
         return None if least_s is None else least_s / speed.time_s
 
     @classmethod
     def best(cls, limits: Sequence[Limit]) -> Limit:
-        """Return the highest of several measurements of the same ranks. Other work only slows them."""
+        """Combine several measurements of the same ranks into the best values.
+
+        Other work on the hosts can only slow a measurement.
+        """
         known = [limit.copies for limit in limits if limit.copies is not None]
         copies = {size: (max(c[size][0] for c in known), max(c[size][1] for c in known)) for size in (known or [{}])[0]}
         return cls(
@@ -96,7 +101,7 @@ class Limit:
 def measure_limit(group: Group, sizes: Sequence[int]) -> Limit:
     """Measure copies of `sizes` bytes, and the streams between hosts if there are several.
 
-    Every rank must call this and gets the same result.
+    Every rank must call this function, and gets the same result.
 
     Raises:
         SyncError: the hosts cannot reach each other over TCP.
@@ -112,9 +117,10 @@ def measure_limit(group: Group, sizes: Sequence[int]) -> Limit:
 
 
 def _copies(group: Group, sizes: Sequence[int]) -> tuple[dict[int, tuple[float, float]] | None, str | None]:
-    """Measure bytes per second by size: (all ranks at once, one alone); or return None and the reason.
+    """Measure two copy rates per size, or return None and the reason.
 
-    For all ranks at once, the rate is that of the slowest rank.
+    The first rate, in bytes per second, is the slowest rank's rate if all ranks copy at once. The second rate is the
+    rate of one rank alone.
     """
     largest = max(sizes)
     own, reason = None, None
@@ -143,7 +149,7 @@ def _copies(group: Group, sizes: Sequence[int]) -> tuple[dict[int, tuple[float, 
 def _neighbours(group: Group, own: OwnedSegment | None, reason: str | None) -> tuple[Tensor | None, list[str | None]]:
     """Map the memory of the next rank on this host; return failures by rank.
 
-    If any rank has none, all get None.
+    If one rank fails, all ranks get None instead of the memory.
     """
     handles = group.gather_json(own and asdict(own.handle))
     on_host = [rank for rank, host in enumerate(group.hosts) if host == group.hosts[group.rank]]
@@ -158,7 +164,7 @@ def _neighbours(group: Group, own: OwnedSegment | None, reason: str | None) -> t
 
 
 def _copy_s(group: Group, mine: Tensor, theirs: Tensor, written: Tensor, *, only: int | None) -> float:
-    """Measure the seconds to copy memory that another process has just written."""
+    """Measure the time in seconds to copy memory that another process has just written."""
 
     def copy() -> None:
         if only in (None, group.rank):
@@ -166,7 +172,7 @@ def _copy_s(group: Group, mine: Tensor, theirs: Tensor, written: Tensor, *, only
 
     times_s = []
     for value in range(_COPIES):
-        written.fill_(value)  # otherwise it would still be in the cache of the core that copied it before
+        written.fill_(value)  # otherwise the memory would still be in the cache of the core that copied it before
         times_s.append(timed(group, copy, 1))
     return statistics.median(times_s)
 
@@ -180,7 +186,7 @@ def _between_hosts(group: Group) -> tuple[float, float]:
     rates, latencies_s = [0.0] * group.size, [0.0] * group.size
     with _ring(group, leaders) as links:
         for leader in leaders:
-            group.barrier()  # one link after the other: a process that also answers would be slow
+            group.barrier()  # one link after the other, because a process that also answers would be slow
             if links is not None:
                 onward, back = links
                 if group.rank == leader:
@@ -196,16 +202,16 @@ def _between_hosts(group: Group) -> tuple[float, float]:
 
 @contextmanager
 def _ring(group: Group, leaders: Sequence[int]) -> Iterator[tuple[socket.socket, socket.socket] | None]:
-    """Connect the first ranks of the hosts in a ring.
+    """Connect the first rank of each host to the next host, in a ring.
 
-    None on ranks that are not the first of their host.
+    The context yields None on ranks that are not the first of their host.
     """
     with ExitStack() as made:
         listener = None
         if group.rank in leaders:
             listener = made.enter_context(socket.create_server((own_address(), 0)))
             listener.settimeout(group.deadline_s)
-        token = secrets.token_hex(_TOKEN_BYTES)  # of rank 0, known only to the ranks of this group
+        token = secrets.token_hex(_TOKEN_BYTES)  # the token of rank 0 counts; only the ranks of this group know it
         offers = group.gather_json([listener and listener.getsockname()[:2], token])
         if listener is None:
             yield None
@@ -242,7 +248,7 @@ def _accepted(listener: socket.socket, token: bytes, deadline_s: float) -> socke
 
 
 def _exactly(connection: socket.socket, count: int) -> bytes:
-    """Receive the next bytes; fewer if the other side has closed."""
+    """Receive `count` bytes; fewer if the other side has closed the connection."""
     found = b""
     while len(found) < count and (more := connection.recv(count - len(found))):
         found += more
@@ -250,7 +256,7 @@ def _exactly(connection: socket.socket, count: int) -> bytes:
 
 
 def _ping_s(connection: socket.socket) -> float:
-    """Measure half of the median round-trip time of a byte."""
+    """Measure half of the median round-trip time of a byte, in seconds."""
     times_s: list[float] = []
     until = time.perf_counter() + _PINGS_S
     while len(times_s) < 3 or (len(times_s) < _PINGS and time.perf_counter() < until):
@@ -270,7 +276,7 @@ def _echo(connection: socket.socket) -> None:
 def _stream(onward: socket.socket, back: socket.socket) -> float:
     """Send to the next host as fast as possible, and measure the receive rate.
 
-    Return the bytes per second from the previous host, in the best interval.
+    The result is the number of bytes per second from the previous host, in the best interval.
     """
     fill_s, stretch_s, margin_s = _STREAM_S
     sender = threading.Thread(
@@ -280,7 +286,7 @@ def _stream(onward: socket.socket, back: socket.socket) -> float:
     _received(back, fill_s)
     rates = [_received(back, stretch_s) for _ in range(_STRETCHES)]
     room = bytearray(_CHUNK)
-    while back.recv_into(room):  # until the end, so that the sender never blocks
+    while back.recv_into(room):  # reads until the end, so that the sender never blocks
         pass
     sender.join()
     return max(rates)

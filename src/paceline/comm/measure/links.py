@@ -1,4 +1,4 @@
-"""Measurement of a launch's links: every collective at every size, against the hardware's limits."""
+"""Measurement of a launch's links: collectives by size, compared with hardware limits."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class TransportMeasurement:
 
 @dataclass(frozen=True)
 class Curve:
-    """Speeds of one collective over one transport by one algorithm, by size in bytes."""
+    """Speeds by size in bytes of one collective, over one transport, with one algorithm."""
 
     transport: str
     algorithm: str
@@ -53,7 +53,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class LinksRequest:
-    """Request for measurements: collectives of `BUS_FACTORS` at sizes in bytes.
+    """Request for measurements of collectives of `BUS_FACTORS` at sizes in bytes.
 
     The all-reduce is measured with each algorithm.
     """
@@ -65,7 +65,10 @@ class LinksRequest:
 
 
 def measure_on_rank(request: LinksRequest) -> TransportMeasurement:
-    """Join the other ranks of the launch, and measure. All ranks get the same result."""
+    """Join the other ranks of the launch, and measure the requested collectives.
+
+    All ranks get the same result.
+    """
     with joined(deadline_s=60, transport=request.transport) as group:
         limit = measure_limit(group, request.sizes)
         measured = TransportMeasurement(group.transport.name, limit, [], [], group.transport_note)
@@ -90,9 +93,9 @@ def _by_size(group: Group, measured: TransportMeasurement, collective: str, name
 
 
 def _foreseen_s(before: Sequence[CollectiveSpeed], size_bytes: int, least_s: float) -> float:
-    """Predict the seconds by extrapolation from the two largest sizes so far.
+    """Predict the seconds of a call from the two largest sizes so far.
 
-    The result is at least the hardware's lower bound.
+    The prediction is a linear extrapolation, but at least the hardware's lower bound.
     """
     if len(before) < 2:
         return least_s
@@ -102,7 +105,7 @@ def _foreseen_s(before: Sequence[CollectiveSpeed], size_bytes: int, least_s: flo
 
 
 def curves(measured: Sequence[TransportMeasurement], collective: str) -> list[Curve]:
-    """The curves of a collective, in the order in which they were measured."""
+    """Return the curves of a collective, in the order of their measurement."""
     return [
         Curve(
             m.transport,
@@ -116,7 +119,7 @@ def curves(measured: Sequence[TransportMeasurement], collective: str) -> list[Cu
 
 
 def figures(measured: Sequence[TransportMeasurement]) -> dict[str, float]:
-    """The numbers by name, with units in the names."""
+    """Return all measured numbers by name; the names include the units."""
     found: dict[str, float] = {}
     if not measured:
         return found
@@ -141,7 +144,7 @@ def figures(measured: Sequence[TransportMeasurement]) -> dict[str, float]:
 
 
 def caveats(measured: Sequence[TransportMeasurement], limit: Limit) -> Iterator[str]:
-    """Describe the caveats of the figures in sentences."""
+    """Describe the caveats of the measurements, one sentence each."""
     if any((limit.share(s) or 0.0) > _ABOUT for m in measured for s in m.speeds):
         yield (
             "more than 100 % of the limit: a shaped link lets a burst through after a pause, or other work slowed "
@@ -160,14 +163,14 @@ def caveats(measured: Sequence[TransportMeasurement], limit: Limit) -> Iterator[
 
 
 def size_text(size_bytes: int) -> str:
-    """The size as one word: `64KiB`, `16MiB`; see `message_size`."""
+    """Return the size as one word, such as `64KiB` or `16MiB`; see `message_size`."""
     return str(message_size(size_bytes)).replace(" ", "")
 
 
 def message_size(size_bytes: int) -> Shown:
-    """The size as a figure: `64 KiB`, `16 MiB`.
+    """Return the size for display, such as `64 KiB` or `16 MiB`.
 
-    A size within 2 % of a power of two is shown as that power.
+    A size within 2 % of a power of two is shown as this power of two.
     """
     power = 2 ** round(math.log2(max(size_bytes, 1)))
     return units.size(power if abs(size_bytes - power) < 0.02 * power else size_bytes)

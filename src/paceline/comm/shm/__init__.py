@@ -1,7 +1,7 @@
-"""Shared-memory collectives and messages of one host: the backend `shm` of `torch.distributed`.
+"""Collectives and messages over shared memory of one host, as a backend of `torch.distributed`.
 
 Importing this module registers the backend: `dist.init_process_group("shm", …)`. DDP, FSDP2, DTensor, DeviceMesh and
-pipelines run over it unchanged.
+pipelines run over this backend without changes.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ __all__ = ["ShmProcessGroup", "create"]
 
 
 def create(options: Any, _: Any) -> ShmProcessGroup:
-    """Make a process group from the options that torch passes to a backend."""
+    """Create a process group from the options that torch passes to a backend."""
     return ShmProcessGroup(options.store, options.group_rank, options.group_size, options.timeout, options.group_id)
 
 

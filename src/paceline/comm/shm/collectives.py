@@ -1,14 +1,14 @@
 """Collectives between processes of one host, as generators (see `progress`).
 
 In a *round*, a rank writes to its own slot, increments its counter, waits until all ranks have the same count, and
-reads the others' slots. The slots alternate: a slot is written again only after every rank has begun the following
-round, and thus has read the slot. One wait per round is enough for any collective.
+reads the other ranks' slots. Each rank alternates between two slots. A rank writes a slot again only after every rank
+has begun the next round and has therefore read the slot. One wait per round is enough for any collective.
 
-A tensor that lies in an arena on every rank is reduced in place: each rank reduces a share of it from all ranks' memory
-and writes the result to all ranks, so that every byte moves once. Other tensors are copied through the slots in chunks
-that stay in the cache, with the reduce-scatter and all-gather of Rabenseifner, 2004 ("Optimization of Collective
-Reduction Operations"). Every element is reduced by one rank, or by all ranks in the same order, so that the result has
-the same bits on all ranks.
+A tensor that is in shared memory (an arena) on every rank is reduced in place. Each rank reduces one share of the
+tensor from all ranks' memory and writes the result to all ranks, so every byte moves once. Other tensors are copied
+through the slots in chunks that stay in the cache, with the reduce-scatter and all-gather of Rabenseifner, 2004
+("Optimization of Collective Reduction Operations"). Every element is reduced by one rank, or by all ranks in the same
+order. Therefore, the result has the same bits on all ranks.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from paceline.comm.shm.progress import Peer, ShmProgress, fence
 from paceline.comm.shm.segment import Handle, OwnedSegment, Segment, attach, create
 from paceline.errors import SyncError
 
-_SMALL_BYTES = 2**15  # up to this size every rank reduces everything; above it, sharing the work is faster
+_SMALL_BYTES = 2**15  # up to this size, every rank reduces all elements; beyond it, dividing the work is faster
 # bytes of each rank's memory at a time, so that they stay in a core's cache until the result is written
 _CACHED_BYTES = 2**18
 
@@ -75,7 +75,7 @@ class ShmCollectives(Collectives):
     def _reduce_through_slots(self, tensor: Tensor, reduction: Reduction) -> Steps:
         """All-reduce through the slots, with one wait per chunk.
 
-        A wait covers the contributions to chunk k and the results of chunk k - 1.
+        Each wait is for the contributions to chunk k and the results of chunk k - 1.
         """
         rank, size, rounds = self.rank, self.size, self.rounds
         piece = CHUNK_BYTES // tensor.element_size() // size
@@ -171,7 +171,7 @@ class ShmCollectives(Collectives):
         slots[self.rank][0][: 2 * self.size] = torch.tensor([len(t) for t in (*sources, *targets)])
         yield from self._meet(b"all_to_all")
         sizes = [slot[: 2 * self.size].tolist() for slot, _ in slots]
-        # all ranks check all pairs, so that all stop if one pair is wrong
+        # all ranks check all pairs, so that all ranks stop if one pair is wrong
         for a, b in itertools.product(range(self.size), repeat=2):
             if sizes[a][b] != sizes[b][self.size + a]:
                 raise SyncError(
@@ -240,9 +240,9 @@ class ShmCollectives(Collectives):
         return found
 
     def _share_of(self, tensor: Tensor, place: tuple[int, int]) -> list[list[Tensor]]:
-        """Yield this rank's share of an arena tensor, in parts that fit a cache.
+        """Return this rank's share of an arena's tensor, in parts that fit a cache.
 
-        Each part is a list of views by rank, this rank's first.
+        Each part is a list of views, one per rank. This rank's view comes first.
         """
         key = (*place, len(tensor), tensor.dtype)
         found = self._shares.get(key)
@@ -269,7 +269,7 @@ def _bytes(tensor: Tensor) -> Tensor:
     return tensor.view(torch.uint8)
 
 
-# chunk of a tensor that is copied through the slots: it fits a core's cache, and outlasts a wait
+# chunk of a tensor that is copied through the slots; it fits a core's cache, and copying it takes longer than a wait
 CHUNK_BYTES = 2**20
 _SLOT_BYTES = 2 * CHUNK_BYTES  # contributions for the other ranks, then this rank's result
 MAIL_BYTES = 2**21  # a ring for messages to each of the other ranks
@@ -286,7 +286,7 @@ def segment_bytes(size: int) -> int:
 
 @dataclass(frozen=True)
 class Arena:
-    """Memory for shared tensors, with a segment of every rank."""
+    """Shared memory for tensors, with one segment per rank."""
 
     number: int
     segments: list[Segment]
@@ -295,7 +295,7 @@ class Arena:
 class Rounds:
     """Shared control state of one group, as seen from one rank.
 
-    Collectives synchronize with `met` and `count` only.
+    Collectives synchronize only with `met` and `count`.
     """
 
     def __init__(self, store: Store, rank: int, size: int, progress: ShmProgress, timeout_s: float) -> None:
@@ -330,16 +330,16 @@ class Rounds:
             peer.ring()
 
     def met(self) -> bool:
-        """True once all ranks have reached this rank's count."""
+        """Return True once all ranks have reached this rank's count."""
         this_round = self.round
         return all(counter[0] >= this_round for counter in self._others_counters)
 
     def missing(self) -> list[Peer]:
-        """Peers that have not reached this rank's count."""
+        """Return the peers that have not reached this rank's count."""
         return [peer for peer in self.others if self._counters[peer.rank][0] < self.round]
 
     def slots(self, dtype: torch.dtype) -> list[tuple[Tensor, Tensor]]:
-        """Slots of the next round by rank: (contributions, result), each of `CHUNK_BYTES`."""
+        """Return the next round's slots by rank: (contributions, result), each of `CHUNK_BYTES`."""
         parity = (self.round + 1) & 1
         typed = self._typed.get((dtype, parity))
         if typed is None:
@@ -350,7 +350,7 @@ class Rounds:
     # Announced calls
 
     def announce(self, call: bytes, place: tuple[int, int] = (0, 0)) -> bytes:
-        """Record a collective and its tensor's place in an arena for the next round."""
+        """Record a collective, and its tensor's place in an arena, for the next round."""
         line = _PLACE.pack(*place) + call
         at = _CALLS_AT + ((self.round + 1) & 1) * _CALL_BYTES
         self.segments[self.rank].map[at : at + len(line) + 1] = line + b"\0"
@@ -360,7 +360,7 @@ class Rounds:
         """After the round, return True if all ranks announced the same call and place.
 
         Raises:
-            SyncError: the ranks announced different collectives, types or sizes; the error names both.
+            SyncError: two ranks announced different collectives, types or sizes; the error names both calls.
         """
         at = _CALLS_AT + (self.round & 1) * _CALL_BYTES
         end = at + len(line) + 1
@@ -373,7 +373,7 @@ class Rounds:
         return same
 
     def _compare(self, rank: int, at: int, own: bytes) -> None:
-        """Compare two announcements; they may differ in the place."""
+        """Compare two announcements, except for the place of the tensor."""
         theirs = bytes(self.segments[rank].map[at + _PLACE.size : at + _CALL_BYTES]).split(b"\0", 1)[0]
         if theirs != own:
             raise different_calls(f"rank {self.rank} {own.decode()}", f"rank {rank} {theirs.decode()}")
@@ -381,14 +381,14 @@ class Rounds:
     # Shared memory
 
     def add_arena(self, own: OwnedSegment, handles: list[Handle]) -> Arena:
-        """Map the segments that the ranks have made for tensors."""
+        """Map the segments that the ranks have created for tensors."""
         segments = [own.segment if r == self.rank else attach(handle) for r, handle in enumerate(handles)]
         self._arenas_made += 1
         arena = self.arenas[self._arenas_made] = Arena(self._arenas_made, segments)
         return arena
 
     def place_of(self, tensor: Tensor, nbytes: int) -> tuple[int, int]:
-        """Arena number and byte offset of a contiguous tensor; (0, 0) if it lies elsewhere."""
+        """Return the arena number and byte offset of a contiguous tensor; (0, 0) if elsewhere."""
         address = tensor.data_ptr()
         for arena in self.arenas.values():
             segment = arena.segments[self.rank]
@@ -398,9 +398,10 @@ class Rounds:
         return 0, 0
 
     def mailbox(self, sender: int, receiver: int) -> tuple[memoryview, memoryview, Tensor]:
-        """Return the ring buffer for messages between two ranks.
+        """Return the ring buffer for messages from one rank to another.
 
-        The result is the written and read counts, and the buffer's bytes, for Python and for torch.
+        The result contains the counts of written and read bytes, the buffer as a memoryview, and the buffer as a
+        tensor.
         """
         at = _SLOTS_AT + 2 * _SLOT_BYTES + receiver * (MAIL_BYTES + MAIL_WORDS_BYTES)
         segment, ring = self.segments[sender], slice(at + MAIL_WORDS_BYTES, at + MAIL_WORDS_BYTES + MAIL_BYTES)

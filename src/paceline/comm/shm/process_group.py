@@ -1,8 +1,8 @@
 """The process group `shm`: c10d's collectives and messages between processes of one host.
 
-A message passes through a ring buffer in the sender's memory, as a header (tag, size) and its bytes. A message that is
-larger than the ring is streamed through it. The receiver matches tags: a message that was not requested yet is removed
-and kept, so that it does not block the messages behind it.
+A message consists of a header (tag, size) and its bytes, and passes through a ring buffer in the sender's memory. A
+message that is larger than the ring is streamed through the ring. The receiver matches tags. If no receive waits for a
+message, the receiver copies the message out of the ring, so that it does not block later messages.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ _log = logging.getLogger(__name__)
 
 
 class ShmProcessGroup(DrivenProcessGroup):
-    """Process group over shared memory of one host. It takes CPU tensors of any dtype, contiguous or not.
+    """Process group over the shared memory of one host.
 
-    `torch.distributed` makes it, once `paceline.comm.shm` is imported: `dist.init_process_group("shm")`,
-    `dist.new_group(backend="shm")`.
+    The group supports CPU tensors of any dtype, contiguous or not. Once `paceline.comm.shm` is imported,
+    `dist.init_process_group("shm")` and `dist.new_group(backend="shm")` create such groups.
     """
 
     _collectives: ShmCollectives
@@ -105,8 +105,9 @@ class SharedMemory(Transport):
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor | None:
         """Allocate a flat tensor of zeros in shared memory; all ranks must call it together.
 
-        Reductions of it, or of contiguous parts at the same place on all ranks, move each byte once. It lives until
-        `release`, or until the end of the group. Every rank gets None if the allocation fails on one of them.
+        Reductions of the tensor, or of contiguous parts at the same place on all ranks, move each byte once. The tensor
+        is valid until `release`, or until the end of the group. If the allocation fails on one rank, every rank gets
+        None.
         """
         own = None
         try:
@@ -121,7 +122,7 @@ class SharedMemory(Transport):
             if own is None or not all(found):
                 return None
             arena = self._group._rounds.add_arena(own, [Handle.from_bytes(handle) for handle in found])
-            self._group.barrier().wait()  # all ranks have mapped it
+            self._group.barrier().wait()  # all ranks have mapped the memory
         finally:
             if own is not None:
                 own.close_descriptor()
@@ -130,7 +131,7 @@ class SharedMemory(Transport):
     def release(self, tensor: Tensor) -> None:
         """Free the shared memory of a tensor from `empty`.
 
-        The memory is freed after all ranks have called it, and no view is left.
+        The memory is freed after all ranks have called this method and no view of the memory is left.
         """
         if self._group._closed:
             return
@@ -162,7 +163,7 @@ class ShmOutbox:
         self._written = 0
 
     def send(self, tensor: Tensor, tag: int) -> Steps:
-        """Write a message; done when all of it is in the ring or received."""
+        """Write a message; the steps end when all bytes are in the ring or received."""
         data, size = tensor.view(torch.uint8), tensor.nbytes
         while self._free() < _HEADER.size:
             yield
@@ -193,7 +194,7 @@ class ShmOutbox:
         self._peer.ring()
 
     def waits_for(self) -> list[Peer]:
-        """The receiver, while the ring is full."""
+        """Return the receiver while the ring is full."""
         return [self._peer] if self._free() < _HEADER.size else []
 
 
@@ -212,7 +213,7 @@ class ShmInbox:
         """Request a message; requests are served in order.
 
         Raises:
-            SyncError: an earlier request was abandoned, so that messages can no longer be matched.
+            SyncError: an earlier request was abandoned, so messages can no longer be matched.
         """
         if self._abandoned:
             raise SyncError(
@@ -247,11 +248,11 @@ class ShmInbox:
                 self._coming = None
 
     def waits_for(self) -> list[Peer]:
-        """The sender, while the ring is empty."""
+        """Return the sender while the ring is empty."""
         return [self.peer] if self._words[_WRITTEN] == self._read else []
 
     def _begin(self, tag: int, size: int) -> Message:
-        """Receive into the first waiting tensor; else into separate memory."""
+        """Start to receive a message into the waiting tensor, or else into separate memory."""
         request = self._matching.who_waits(tag)
         fits = request is not None and len(request.target) == size
         message = Message(tag, request.target if request and fits else torch.empty(size, dtype=torch.uint8))
@@ -269,13 +270,13 @@ class ShmInbox:
 
 
 def receive(inboxes: Sequence[ShmInbox], request: Receive) -> Steps:
-    """Fill the tensor with the first message of its tag; return the sender.
+    """Fill the tensor with the first message that has its tag; return the sender.
 
     Raises:
         SyncError: the message and the tensor have different sizes.
     """
     for inbox in inboxes:
-        # Once one sender has served the request, another sender's kept message must stay for the next request.
+        # Once one sender's message has completed the request, another sender's kept message stays for the next request.
         if request.message is None:
             inbox.request(request)
     try:

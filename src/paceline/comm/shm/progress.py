@@ -1,8 +1,9 @@
 """Progress of shared-memory operations: a waiting thread drives all generators of the process.
 
-A wait spins briefly, then yields its core, then sleeps on this process's *doorbell*: a word of shared memory that peers
-ring after storing data for this process. Thus no rank spins for long on a core that another rank needs, and waiting for
-one group never blocks another. Every wait ends: at its deadline, or soon after a peer has died.
+A waiting thread spins briefly, then yields its core, then sleeps on this process's *doorbell*. The doorbell is a word
+of shared memory that peers change after they store data for this process. Therefore, no rank spins for long on a core
+that another rank needs, and a wait for one group never blocks another group. Every wait ends at its deadline, or soon
+after a peer has died.
 """
 
 from __future__ import annotations
@@ -22,17 +23,17 @@ from paceline.comm.operation import GRACE_S, WATCH_S, Driver, Operation, call_al
 from paceline.comm.shm.segment import Handle, Segment, attach, create
 from paceline.rank_environment import RankEnvironment, is_our_rank
 
-# longer than a wait of ranks in lockstep; not much longer, as ranks may share a core
+# slightly longer than a wait of ranks in lockstep; not much longer, because ranks may share a core
 _SPIN_S = 20e-6
 _YIELD_S = 2e-3  # still polling, but yielding the core to any other thread
 _YIELD_OVERSUBSCRIBED_S = 200e-6  # the same with more ranks than cores
-_NAP_S = 0.1  # longest sleep between two checks that the peers live
+_NAP_S = 0.1  # longest sleep between two checks that the peers are alive
 _SLEEPERS, _RUNG = 0, 1  # the words of a doorbell
 
 
 @dataclass(eq=False)
 class Peer:
-    """Process of this host: rank, doorbell, and a pidfd that shows its end."""
+    """Process of this host, with rank, doorbell, and a pidfd that shows the process's end."""
 
     rank: int
     pid: int
@@ -41,7 +42,7 @@ class Peer:
     life: int
 
     def why_over(self) -> str | None:
-        """Report that the process has ended, even if its parent has not reaped it yet."""
+        """Report that the process has ended, even if its parent process has not reaped it."""
         poll = select.poll()  # `select` does not support descriptors above 1023
         poll.register(self.life, select.POLLIN)
         return f"{self.state()} has ended" if poll.poll(0) else None
@@ -50,7 +51,10 @@ class Peer:
         return f"rank {self.rank} (pid {self.pid})"
 
     def ring(self) -> None:
-        """Wake the peer if it sleeps. A fence must separate the store that it waits for from this check."""
+        """Wake the peer if it sleeps.
+
+        Before this call, a fence must follow the store for which the peer waits.
+        """
         if self.doorbell[_SLEEPERS]:
             self.doorbell[_RUNG] = (self.doorbell[_RUNG] + 1) & 0xFFFFFFFF
             futex_wake(self.bell_address)
@@ -72,11 +76,11 @@ class ShmProgress(Driver):
 
     @property
     def doorbell(self) -> Handle:
-        """Handle that peers need to ring this process's doorbell."""
+        """Handle with which peers ring this process's doorbell."""
         return self._own.handle
 
     def meet(self, rank: int, doorbell: Handle) -> Peer:
-        """Make the peer with this doorbell, as a rank of a group."""
+        """Return the peer with this doorbell, as a rank of a group."""
         if doorbell not in self._peers:
             segment = attach(doorbell)
             self._peers[doorbell] = (segment, os.pidfd_open(doorbell.pid))
@@ -86,9 +90,9 @@ class ShmProgress(Driver):
     def expect(self, ranks: int) -> None:
         """Register a group with this number of ranks on this host.
 
-        With more ranks than cores, spinning would slow down the others.
+        If there are more ranks than cores, spinning would slow down the other ranks.
         """
-        # then its affinity does not show the other ranks' cores
+        # a pinned rank's affinity does not show the other ranks' cores
         pinned = is_our_rank() and bool(RankEnvironment.from_env().cores)
         cores = (os.cpu_count() or 1) if pinned else len(os.sched_getaffinity(0))
         self.oversubscribed = self.oversubscribed or ranks > min(cores, cpu_quota() or cores)
@@ -119,7 +123,7 @@ class ShmProgress(Driver):
         futex_wake(self._doorbell_address)
 
     def drive(self, is_over: Callable[[], bool]) -> None:
-        """Drive everything until `is_over`: look, then yield the core, then sleep."""
+        """Drive all operations until `is_over` returns True: spin, then yield, then sleep."""
         started = time.perf_counter()
         yield_after, sleep_after = (0.0, _YIELD_OVERSUBSCRIBED_S) if self.oversubscribed else (_SPIN_S, _YIELD_S)
         while True:
@@ -137,7 +141,7 @@ class ShmProgress(Driver):
     def _sleep(self, is_over: Callable[[], bool]) -> None:
         """Sleep until the doorbell rings or a short time is over, then fail hopeless operations.
 
-        Hopeless operations are late or wait for a dead peer.
+        An operation is hopeless if it has missed its deadline or waits for a dead peer.
         """
         with self.lock:
             self._doorbell[_SLEEPERS] += 1
@@ -161,7 +165,7 @@ class ShmProgress(Driver):
     def _run(self) -> None:
         """Run the background thread, which drives operations without a waiting caller.
 
-        It sleeps while nothing is in progress.
+        The thread sleeps while no operation is in progress.
         """
         while not self._ending:
             self._wanted.wait()
@@ -170,7 +174,7 @@ class ShmProgress(Driver):
             while self._keeps_watching(until):
                 urgent = self._urgent.wait(GRACE_S)
                 self._urgent.clear()
-                # It never spins, because that would slow down the computing thread.
+                # The thread never spins, because spinning would slow down the computing thread.
                 while self._busy and not self._ending and (urgent or self._is_late()):
                     until = time.monotonic() + WATCH_S
                     self._sleep(lambda: not self._busy or self._ending)
@@ -180,7 +184,7 @@ class ShmProgress(Driver):
             return self._oldest_s() > GRACE_S
 
     def _keeps_watching(self, until: float) -> bool:
-        with self.lock:  # so that a new operation is either noticed here, or its caller sees that no thread watches
+        with self.lock:  # either this thread notices a new operation, or the caller sees that no thread watches
             self._watching = not self._ending and (bool(self._busy) or time.monotonic() < until)
             return self._watching
 
@@ -202,8 +206,8 @@ class _Timespec(ctypes.Structure):
 def why_no_shared_memory() -> str | None:
     """Return the reason why this machine cannot use shared memory, or None.
 
-    Flags and data are plain stores, which other cores must see in order. x86-64 guarantees that; other processors would
-    need barriers, which Python does not have.
+    Flags and data are plain stores, which other cores must see in order. x86-64 guarantees this order. Other processors
+    would need barriers, which Python does not have.
     """
     if not hasattr(os, "memfd_create"):
         return "this system has no memfd_create (Linux 3.17 has)"
@@ -215,7 +219,7 @@ def why_no_shared_memory() -> str | None:
 def futex_wait(address: int, expected: int, timeout_s: float) -> None:
     """Sleep until woken at `address`, or until the time is over.
 
-    It returns at once if the word is not `expected`.
+    The call returns at once if the word is not `expected`.
     """
     seconds = int(timeout_s)
     timespec = _Timespec(seconds, int((timeout_s - seconds) * 1e9))
@@ -233,6 +237,9 @@ def futex_wake(address: int) -> None:
 
 
 def fence() -> None:
-    """Order earlier stores before later loads, which x86-64 does only at a locked instruction."""
+    """Order earlier stores before later loads.
+
+    On x86-64, only a locked instruction guarantees this order.
+    """
     with _one_lock:
         return

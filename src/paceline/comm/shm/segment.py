@@ -1,8 +1,8 @@
 """Shared memory between processes of one host: anonymous files (memfd) without a name.
 
-A segment is a memfd of one process. The others open it through `/proc/<pid>/fd/<n>`, which the kernel allows only for
-the same user. Once all have mapped it, the descriptor is closed, and the memory ends with the last process that maps
-it, in any case. Nothing lies in `/dev/shm`, so neither its size nor its absence matters.
+A segment is a memfd of one process. Other processes open the memfd through `/proc/<pid>/fd/<n>`, which the kernel
+allows only for the same user. Once all processes have mapped the segment, the descriptor is closed. The kernel frees
+the memory when the last of these processes ends. Segments do not use `/dev/shm`, so its size does not matter.
 """
 
 from __future__ import annotations
@@ -41,7 +41,10 @@ class Handle:
 
 
 class Segment:
-    """Shared memory of `size` bytes, mapped here. `bytes` is all of it as a flat uint8 tensor; it starts as zeros."""
+    """Shared memory of `size` bytes, mapped into this process.
+
+    `bytes` is a view of the memory as a flat uint8 tensor. The memory initially contains zeros.
+    """
 
     def __init__(self, fd: int, size: int) -> None:
         self.size = size
@@ -55,33 +58,33 @@ class Segment:
         self.address = self.bytes.data_ptr()
 
     def words(self, start: int = 0, count: int | None = None) -> memoryview:
-        """View 64-bit unsigned words from byte `start` on. A store to a word is atomic."""
+        """View 64-bit unsigned words, starting at byte `start`; a store to a word is atomic."""
         end = self.size if count is None else start + 8 * count
         return self.map[start : end - (end - start) % 8].cast("Q")
 
 
 @dataclass
 class OwnedSegment:
-    """Segment that this process has made.
+    """Segment that this process has created.
 
-    Other processes can open it until `close_descriptor`.
+    Other processes can open the segment until `close_descriptor` is called.
     """
 
     segment: Segment
     handle: Handle
 
     def close_descriptor(self) -> None:
-        """Prevent other processes from mapping it from now on."""
+        """Prevent other processes from mapping the segment from now on."""
         if self.handle.fd >= 0:
             os.close(self.handle.fd)
             self.handle = Handle(self.handle.pid, -1, self.handle.size, self.handle.token)
 
 
 def create(size: int, name: str) -> OwnedSegment:
-    """Make a new segment. `name` appears only in /proc/<pid>/maps.
+    """Create a segment; `name` appears only in /proc/<pid>/maps.
 
     Raises:
-        ClusterError: the system refuses the memory.
+        ClusterError: the system does not provide the memory.
     """
     try:
         fd = os.memfd_create(f"paceline-{name}", os.MFD_CLOEXEC)

@@ -1,7 +1,7 @@
 """Collectives and messages between hosts over TCP, as the backend `tcp` of `torch.distributed`.
 
-Importing this module registers the backend: `dist.init_process_group("tcp", …)`. A lost connection is made anew,
-without lost or repeated bytes. A group whose ranks are all on one host uses shared memory if available.
+Importing this module registers the backend: `dist.init_process_group("tcp", …)`. A lost connection is replaced without
+losing or repeating bytes. A group whose ranks are all on one host uses shared memory if available.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ __all__ = ["TcpProcessGroup", "create"]
 
 
 def create(options: Any, known: Any) -> TcpProcessGroup | ShmProcessGroup:
-    """Make a process group from the options that torch passes to a backend, and `pg_options`."""
+    """Create a process group from `pg_options` and the options that torch passes to a backend."""
     store, rank, size = options.store, options.group_rank, options.group_size
     spread = known == SEVERAL_HOSTS
     shared = not spread and why_not_shared(store, rank, size, options.timeout.total_seconds()) is None

@@ -1,8 +1,9 @@
-"""Link to another rank: a stream over a TCP connection, which is re-made when lost.
+"""Link to another rank: a stream over a TCP connection, which is replaced when lost.
 
-In each pair of ranks, the rank with the higher number connects. The other rank can only request a reconnect, by a
-connection that carries just this request. Both kinds of connection also show if the process still runs: if the address
-answers but the port is closed, the process is gone; if nothing answers, the network is down, and may recover.
+In each pair of ranks, the rank with the higher number connects. The other rank can only request a reconnect, with a
+separate connection for this request. Both kinds of connection also show if the process still runs. If the address
+answers but the port is closed, the process has ended. If the address does not answer, the network is down, and it may
+recover.
 """
 
 from __future__ import annotations
@@ -30,16 +31,16 @@ from paceline.wire.silence import is_unacknowledged
 _FIRST_REQUEST_S = 1.0  # time for the other rank to connect first
 _BACK_OFF_S = (0.05, 0.5)  # between two attempts: initially, at most
 _ATTEMPT_S = (0.5, 4.0)  # time limit of an attempt; longer after several attempts, for slow networks
-_GONE_S = 3.0  # of refused connections
-_ALTERED = (5, 60.0)  # connections with altered bytes within this many seconds, which indicates an attack
-_SILENCE_S = 0.6  # without an acknowledgement from the peer's kernel, during retransmissions
+_GONE_S = 3.0  # seconds of refused connections after which the peer counts as gone
+_ALTERED = (5, 60.0)  # (number of connections with altered bytes, seconds) that indicate an attack
+_SILENCE_S = 0.6  # seconds without an acknowledgement from the peer's kernel, during retransmissions
 _KEEPALIVE_S = (5, 2, 3)  # keepalive of a waiting rank: idle time, interval, probes
 _READ, _WRITE = select.EPOLLIN, select.EPOLLIN | select.EPOLLOUT
 
 
 @dataclass(frozen=True)
 class RankAddress:
-    """Address of a rank: its host's name, the address where it listens, and its process."""
+    """Address of a rank: host name, listening address, and process id."""
 
     rank: int
     host: str
@@ -53,12 +54,12 @@ class RankAddress:
 
 @dataclass(frozen=True)
 class Membership:
-    """Proof that a connection belongs to a group, and whether it is encrypted.
+    """Group and key that a connection must prove, and its encryption setting.
 
     Attributes:
-        group: random name of the group, not secret.
+        group: random name of the group, which is not secret.
         key: key of the run.
-        sealed: the bytes after the handshake are encrypted, too.
+        sealed: True if the bytes after the handshake are encrypted, too.
     """
 
     group: bytes
@@ -67,7 +68,10 @@ class Membership:
 
 
 class PeerLink:
-    """This rank's end of the link to `peer`. All methods are called under the loop's lock."""
+    """This rank's end of the link to `peer`.
+
+    Callers of all methods must hold the loop's lock.
+    """
 
     def __init__(
         self,
@@ -80,7 +84,7 @@ class PeerLink:
     ) -> None:
         self.own, self.peer = own, peer
         self.stream = ByteStream(sink)
-        self.connections = 0  # connections made so far
+        self.connections = 0  # number of connections made so far
         self._loop, self.member = loop, member
         self._connects = own.rank > peer.rank
         self._attempt: _Connecting | None = None
@@ -99,21 +103,21 @@ class PeerLink:
         loop.expect(self)
 
     def begin(self) -> None:
-        """Make the first connection at once, if this rank is the one that connects."""
+        """Make the first connection at once, if this rank is the connecting rank."""
         if self._connects:
             self._try(time.monotonic())
 
     @property
     def connected(self) -> bool:
-        """True if there is a connection; its loss may not be noticed yet."""
+        """Return True if there is a connection whose loss has not been detected."""
         return self.stream.connection is not None
 
     def why_over(self) -> str | None:
-        """Reason why the peer will send nothing more: it has left or is gone."""
+        """Return the reason why the peer will send nothing more, or None."""
         return self._over or None
 
     def state(self) -> str:
-        """Describe the peer and the state of the connection, for an error."""
+        """Describe the peer and the state of the connection for an error message."""
         for_s = f"{time.monotonic() - self._since:.1f} s"
         if self.connected:
             how = f"connected for {for_s}" + (
@@ -154,7 +158,7 @@ class PeerLink:
         self.flush()
 
     def accept(self, connection: socket.socket, hello: Greeting) -> None:
-        """Take over a connection of the other rank, which has connected or requests a reconnect.
+        """Accept a connection of the other rank, for the stream or for a reconnect request.
 
         Raises:
             SyncError: the two ends do not fit together.
@@ -170,7 +174,7 @@ class PeerLink:
                 self.lose(ConnectionError("the other side has lost the connection"))
                 self._next_attempt = 0.0
             return
-        # the peer has given up this connection: it has received more over a later one
+        # the peer has given up this connection, because it has received more over a later connection
         is_late = hello.received < self.stream.acknowledged
         if self._connects or self._over or is_late:
             connection.close()
@@ -180,7 +184,7 @@ class PeerLink:
         self.adopt(wire_after(released(connection), own, hello), own.number, hello.received)
 
     def lose(self, error: OSError) -> None:
-        """Handle a lost connection: make another."""
+        """Handle a lost connection, and prepare a new one."""
         if not self.connected:
             return
         self._last_error = error.strerror or str(error)
@@ -197,8 +201,8 @@ class PeerLink:
             self._over = "the group has ended here"
         elif len(self._altered) == _ALTERED[0] and self._altered[-1] - self._altered[0] < _ALTERED[1]:
             self._over = (
-                f"{self.own} and {self.peer}: on {len(self._altered)} connections one after the other the bytes were "
-                f"altered on their way, at last: {error}. Somebody, or a broken device, between the two changes them"
+                f"{self.own} and {self.peer}: the bytes of {len(self._altered)} connections in a row were altered in "
+                f"transit, most recently: {error}. An attacker or a broken device between the two ranks changes them"
             )
 
     def say_goodbye(self) -> None:
@@ -242,7 +246,7 @@ class PeerLink:
                 self.stream.read()
             if self.stream.ended:
                 self.lose(ConnectionError("it has left the group"))
-            elif self.connected:  # the bytes read may have ended the group here
+            elif self.connected:  # the received bytes may have ended this rank's group
                 self.stream.write()
         except OSError as error:
             self.lose(error)
@@ -266,7 +270,10 @@ class PeerLink:
     # Reconnection
 
     def _look(self, now: float) -> None:
-        """Periodic work: overdue acknowledgements, dead connections, and due connection attempts."""
+        """Handle overdue acknowledgements, dead connections, and due connection attempts.
+
+        The loop calls this method periodically.
+        """
         if self._over:
             return
         if self.connected:
@@ -315,7 +322,7 @@ class PeerLink:
             reason = (error.reason or str(error)).lower().replace("_", " ")
             self._failed(
                 ConnectionError(
-                    f"who listens at {self.peer.address}:{self.peer.port} does not show this run's key ({reason})"
+                    f"the process at {self.peer.address}:{self.peer.port} does not show this run's key ({reason})"
                 )
             )
         except OSError as error:
@@ -350,7 +357,7 @@ class PeerLink:
         self._end_attempt()
         now = time.monotonic()
         self._last_error = error.strerror or str(error)
-        waited = isinstance(error, TimeoutError)  # no further back-off is needed
+        waited = isinstance(error, TimeoutError)  # the attempt has already waited, so no back-off is needed
         self._next_attempt = now + (
             0.0 if waited else min(_BACK_OFF_S[0] * 2 ** min(self._attempts, 10), _BACK_OFF_S[1])
         )
@@ -360,8 +367,8 @@ class PeerLink:
         self._refused.append(now)
         if now - self._refused[0] > _GONE_S:
             self._over = (
-                f"{self.peer} is gone (pid {self.peer.pid}): its host answers {self.own}, but nobody listens at port "
-                f"{self.peer.port} any more, tried {len(self._refused)} times in {now - self._refused[0]:.1f} s"
+                f"{self.peer} is gone (pid {self.peer.pid}): its host answers {self.own}, but no process listens at "
+                f"port {self.peer.port} any more ({len(self._refused)} attempts in {now - self._refused[0]:.1f} s)"
             )
 
     def _end_attempt(self) -> None:
@@ -390,15 +397,15 @@ class _Connecting:
 
     @property
     def connection(self) -> socket.socket:
-        """The socket, wrapped by TLS once it is connected."""
+        """The socket, which TLS wraps once it is connected."""
         return self._handshake.link
 
     def go_on(self) -> Greeting | None:
-        """Continue as far as possible; return the answer when it has arrived."""
+        """Continue the handshake; return the answer once it has arrived."""
         if not self._connected:
             code = self.connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
             if code:
-                raise OSError(code, os.strerror(code))  # the subclass that belongs to the code
+                raise OSError(code, os.strerror(code))  # creates the subclass of OSError that belongs to the code
             self._connected = True
         answer = self._handshake.message(GREETING_BYTES)
         return None if answer is None else Greeting.from_bytes(answer)
@@ -429,9 +436,9 @@ class Greeting:
         group: random name of the group.
         reconnect: True if the sender asks the other side to connect again, because only that side may connect.
         sealed: the sender encrypts all later bytes.
-        number: number of this connection, which the accepting rank counts; in a reconnect request, the number of the
+        number: number of this connection, as counted by the accepting rank. In a reconnect request, the number of the
             previous connection.
-        received: bytes of the stream that the sender has received.
+        received: number of the stream's bytes that the sender has received.
         key: the sender's encryption key, new for every connection.
     """
 
@@ -456,7 +463,7 @@ class Greeting:
         """Decode a message.
 
         Raises:
-            ConnectionError: the bytes are not a message.
+            ConnectionError: the bytes are not a greeting of this version of paceline.
         """
         magic, version, *fields = _GREETING.unpack(data)
         if (magic, version) != (_MAGIC, _VERSION):
@@ -464,10 +471,10 @@ class Greeting:
         return cls(*fields)
 
     def answers(self, other: Greeting) -> bool:
-        """True if it comes from the rank and group that `other` was sent to."""
+        """Return True if this greeting comes from the receiver and group of `other`."""
         return (self.group, self.sender, self.receiver) == (other.group, other.receiver, other.sender)
 
 
 def wire_after(connection: socket.socket, own: Greeting, other: Greeting) -> Wire:
-    """Return the connection for a stream, after both sides have greeted."""
+    """Return the wire for a stream, after both sides have exchanged greetings."""
     return SealedWire(connection, own.key, other.key) if own.sealed else Wire(connection)

@@ -1,8 +1,8 @@
-"""Links of a rank to all others of a group, with messages and failure notices.
+"""Links from a rank to all other ranks of a group, for messages and failures.
 
-Two channels share a stream. On the channel of collectives, the next message goes to the first request. On the channel
-of c10d's messages, it goes to the first request for its tag. A message that was not requested yet is kept, so that it
-does not block the messages behind it.
+Two channels share a stream. On the channel for collectives, the next message goes to the first request. On the channel
+for c10d's messages, the next message goes to the first request for its tag. A message without a request is kept, so
+that it does not block later messages.
 """
 
 from __future__ import annotations
@@ -34,21 +34,24 @@ from paceline.wire.key import RunKey, own_key
 from paceline.wire.listener import Admission, listen
 
 _SMALL_BYTES = 2**15  # a message up to here is copied into one chunk with its header
-_GOODBYE_S = 2.0  # for another rank to receive it, which shows later that this rank has not died
+_GOODBYE_S = 2.0  # time for other ranks to receive the goodbye, which tells them that this rank has not died
 _LINGER_BROKEN_S = 1.0  # time to send a failure notice
 _UNAUTHENTICATED_PER_S = 50.0  # peers without the key, before the listener pauses
 _REST_S = 0.05  # after a fault
 
 
 class TcpSend:
-    """Message that is being sent. After `end_loan` the tensor may change."""
+    """Message that is being sent; the tensor may change only after `end_loan`."""
 
     def __init__(self, link: PeerLink, chunk: OutgoingBytes) -> None:
         self.link, self._chunk, self._end = link, chunk, chunk.end
 
     @property
     def done(self) -> bool:
-        """True once the kernel has all of it. It is needed again only after a lost connection."""
+        """Return True once the kernel has all bytes of the message.
+
+        The bytes are needed again only if the connection is lost.
+        """
         return self.link.stream.written >= self._end
 
     def end_loan(self) -> None:
@@ -57,7 +60,10 @@ class TcpSend:
 
 
 class LinkMesh(Breakage):
-    """This rank's links to all others. All methods but the constructor and `close` are called under the loop's lock."""
+    """This rank's links to all other ranks.
+
+    Callers must hold the loop's lock, except for the constructor and `close`.
+    """
 
     def __init__(self, loop: TcpProgress, store: Store, rank: int, size: int, timeout_s: float) -> None:
         super().__init__()
@@ -65,7 +71,7 @@ class LinkMesh(Breakage):
         self._timeout_s = timeout_s
         self.links: dict[int, PeerLink] = {}
         self._inboxes: dict[int, TcpInbox] = {}
-        # connections of peers, before this rank knows all addresses
+        # connections that peers made before this rank knows all addresses
         self._early: dict[int, tuple[socket.socket, Greeting]] | None = {}
         member = _membership(store, rank, size, timeout_s)
         self.address, self.admission = self._listen(member)
@@ -91,7 +97,7 @@ class LinkMesh(Breakage):
             raise
 
     def send(self, to: int, channel: int, call: CurrentCall, tensor: Tensor) -> TcpSend:
-        """Send a flat tensor, after all earlier messages to that rank."""
+        """Send a flat tensor, after all earlier messages to the same rank."""
         link, data = self.links[to], bytes_of(tensor)
         head = header(channel, call, len(data))
         if len(data) <= _SMALL_BYTES:
@@ -105,7 +111,7 @@ class LinkMesh(Breakage):
     def receive(self, source: int | None, channel: int, call: CurrentCall, tensor: Tensor) -> Receive:
         """Receive the next message with the call's tag into a flat tensor.
 
-        Without `source`, it may come from any rank.
+        If `source` is None, the message may come from any rank.
         """
         receive = Receive(call, bytes_of(tensor), source=-1 if source is None else source)
         for inbox in self._inboxes.values() if source is None else [self._inboxes[source]]:
@@ -114,9 +120,9 @@ class LinkMesh(Breakage):
         return receive
 
     def links_of(self, under_way: Sequence[TcpSend | Receive]) -> list[PeerLink]:
-        """Return the links that messages wait for.
+        """Return the links for which messages wait.
 
-        A message from any rank waits for all links that are not over.
+        A receive from any rank counts as waiting only if all links are over.
         """
         found: dict[PeerLink, None] = {}
         for message in under_way:
@@ -131,9 +137,9 @@ class LinkMesh(Breakage):
         return list(found)
 
     def fail(self, error: Exception) -> None:
-        """Fail all operations of this group, and send the reason to the others.
+        """Fail all operations of this group, and send the reason to the other ranks.
 
-        A notified rank forwards the notice, so that ranks that see it leave already know the reason.
+        A notified rank forwards the notice before it leaves, so that the other ranks know the reason.
         """
         if self.error is not None:
             return
@@ -145,7 +151,7 @@ class LinkMesh(Breakage):
             link.flush()
 
     def close(self, linger_s: float) -> None:
-        """End all links, when the others have received everything, or at the latest after `linger_s`."""
+        """End all links when the other ranks have received all bytes, or after `linger_s` seconds."""
         until = time.monotonic() + (linger_s if self.error is None else min(linger_s, _LINGER_BROKEN_S))
         polite_until = min(until, time.monotonic() + _GOODBYE_S)
 
@@ -201,7 +207,7 @@ class LinkMesh(Breakage):
 
     def _give(self, connection: socket.socket, hello: Greeting) -> None:
         """Pass a connection to the link of the rank that greeted."""
-        if self._early is not None:  # otherwise the peer would retry later, and this rank would wait for it
+        if self._early is not None:  # without this, the peer would retry later, and this rank would wait for the peer
             before, _ = self._early.pop(hello.sender, (None, None))
             if before is not None:
                 before.close()
@@ -240,9 +246,10 @@ class LinkMesh(Breakage):
 
 
 def _membership(store: Store, rank: int, size: int, timeout_s: float) -> Membership:
-    """Return the key of the run, or else a new key of the group.
+    """Return the group's name, with the run's key or a new key.
 
-    Rank 0 makes that key and publishes it in the store: any process that can read the store can join the group.
+    Rank 0 creates a new key if the run has none, and publishes it in the store. Any process that can read the store can
+    then join the group.
     """
     key, sealed = own_key(), encrypts()
     made = RunKey.make() if key is None and rank == 0 else None
@@ -297,7 +304,7 @@ _DTYPE_CODES = {dtype: code for code, dtype in enumerate(_DTYPES)}
 class CurrentCall(NamedTuple):
     """Current call of a rank, which must be equal on both ends of a message.
 
-    `elements` is the number of elements of the whole call.
+    `elements` is the number of elements of the call's whole tensor.
     """
 
     what: int
@@ -344,7 +351,8 @@ def header(channel: int, call: CurrentCall, nbytes: int) -> bytes:
 class TcpInbox:
     """Receiver of the messages of one rank.
 
-    `on_mismatch` is called with an unexpected message, `on_failure` with the other rank's failure.
+    The inbox calls `on_mismatch` with an unexpected message, and `on_failure` with the text of the other rank's failure
+    notice.
     """
 
     def __init__(
@@ -387,12 +395,12 @@ class TcpInbox:
                 self._on_failure(bytes(message.data).decode(errors="replace"))
 
     def _begin(self) -> Message:
-        """Receive into the waiting tensor, else into separate memory."""
+        """Start to receive a message into the waiting tensor, or else into separate memory."""
         channel, what, how, dtype, root, number, tag, elements, nbytes = MESSAGE_HEADER.unpack(self._header)
         call = CurrentCall(what, how, dtype, root, number, tag, elements)
         if channel == FAILURE:
             if nbytes > LONGEST_FAILURE_BYTES:
-                raise AlteredError(f"a failure's text of {nbytes} bytes is not one of paceline's")
+                raise AlteredError(f"a failure notice of {nbytes} bytes is not valid")
             return Message(None, memoryview(bytearray(nbytes)))
         receive = self._matching.who_waits(_key(channel, tag))
         if receive is not None and self._fits(receive, call, nbytes):

@@ -1,8 +1,8 @@
 """The process group `tcp`: c10d's collectives and messages between ranks on several hosts.
 
-Small tensors go from every rank to every other, with a single wait. Large tensors go around a ring in chunks: one chunk
-is added while the next is in transit. Every element is added along one chain of ranks, or by all ranks in the same
-order, so that the result has the same bits on all ranks.
+Every rank sends small tensors directly to every other rank, with a single wait. Large tensors go around a ring in
+chunks, and one chunk is added while the next chunk is in transit. Every element is added along one chain of ranks, or
+by all ranks in the same order. Therefore, the result has the same bits on all ranks.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from paceline.comm.tcp.progress import TcpProgress
 
 
 class TcpProcessGroup(DrivenProcessGroup):
-    """Process group over links that outlive their connections.
+    """Process group over links that survive lost connections.
 
-    It takes CPU tensors of any dtype, contiguous or not. Once `paceline.comm.tcp` is imported, `torch.distributed`
-    makes it: `dist.init_process_group("tcp")`, `dist.new_group(backend="tcp")`.
+    The group supports CPU tensors of any dtype, contiguous or not. Once `paceline.comm.tcp` is imported,
+    `dist.init_process_group("tcp")` and `dist.new_group(backend="tcp")` create such groups.
 
     Attributes:
         mesh: the links to the other ranks, until the group ends.
@@ -77,7 +77,7 @@ class TcpProcessGroup(DrivenProcessGroup):
     # Shutdown
 
     def shutdown(self) -> None:
-        """Wait until the others have received everything, and close all connections."""
+        """Wait until the other ranks have received all bytes, and close all connections."""
         self._end(self._timeout_s)
 
     def abort(self) -> None:
@@ -85,7 +85,7 @@ class TcpProcessGroup(DrivenProcessGroup):
         self._end(0.0)
 
     def end_within(self, seconds: float) -> None:
-        """Close all connections when the failure notice is sent, at the latest after `seconds`."""
+        """Close all connections once the failure notice is sent, or after `seconds`."""
         self._end(seconds)
 
     def _end(self, linger_s: float) -> None:
@@ -104,9 +104,9 @@ def _message(flat: Tensor, tag: int) -> CurrentCall:
     return CurrentCall.of("message", flat.dtype, flat.numel())._replace(tag=tag)
 
 
-_SMALL_BYTES = 2**16  # bytes that a rank may send to all others together instead of around the ring
+_SMALL_BYTES = 2**16  # limit in bytes up to which a rank sends a tensor directly to all other ranks
 _CHUNK_BYTES = (2**17, 2**20)  # smallest and largest
-_CHUNKS = 8  # minimum number per rank's share, unless they would be too small
+_CHUNKS = 8  # minimum number of chunks per rank's share, unless the chunks would be too small
 _AHEAD_BYTES = 2**22  # bytes sent ahead around the ring: the volume of a link of 1 Gbit/s in 30 ms
 
 
@@ -232,7 +232,7 @@ class TcpCollectives(Collectives):
         yield from self._done(sends)
 
     def _all_of(self, call: CurrentCall, tensor: Tensor) -> Steps:
-        """Return the tensors of all ranks, in rank order; this rank's is `tensor` itself."""
+        """Return the tensors of all ranks, in rank order; this rank's entry is `tensor` itself."""
         parts = [tensor if r == self.rank else torch.empty_like(tensor) for r in range(self.size)]
         receives = [self._receive(r, call, parts[r]) for r in self._others]
         yield from self._done([*receives, *(self._send(r, call, tensor) for r in self._others)])
@@ -245,10 +245,10 @@ class TcpCollectives(Collectives):
             yield from self._done([self._send(root, call, tensor)])
 
     def _done(self, messages: Sequence[TcpSend | Receive]) -> Steps:
-        """Wait until all are done; then the sent tensors may change.
+        """Wait until all messages are done; afterwards, the sent tensors may change.
 
-        Memory that goes around a ring is lent to its stream until the ring is done. If it is overwritten earlier, its
-        sum has come back, so the next rank has already received it.
+        Memory that goes around a ring is lent to its stream until the ring is done. An earlier overwrite happens only
+        when the sum has come back, so the next rank has already received the lent bytes.
         """
         yield from self._wait(messages)
         for message in messages:
@@ -277,13 +277,13 @@ class TcpCollectives(Collectives):
         return nbytes * (self.size - 1) <= _SMALL_BYTES
 
     def _chunk(self, share: Tensor) -> int:
-        """Number of elements of a chunk, equal on all ranks."""
+        """Return the number of elements of a chunk, equal on all ranks."""
         least, most = _CHUNK_BYTES
         return max(1, min(most, max(least, share.nbytes // _CHUNKS)) // share.element_size())
 
 
 def _combine(reduction: Reduction, out: Tensor, parts: Sequence[Tensor]) -> None:
-    """Reduce in rank order, also if `out` is one of the parts."""
+    """Reduce the parts in rank order; `out` may be one of the parts."""
     total = torch.empty_like(out)
     reduction.into(total, parts)
     out.copy_(total)

@@ -1,9 +1,9 @@
-"""Progress of socket operations: a waiting thread drives all of them, otherwise a background thread.
+"""Progress of socket operations, driven by a waiting thread or by a background thread.
 
-One thread at a time is the *driver*: it sleeps until a socket is ready, reads and writes, and continues all operations.
-Other waiting threads sleep until their operation is done, or the driver stops. While no thread waits, the background
-thread polls from time to time, so that lost connections are made anew and received bytes are acknowledged while this
-rank computes.
+Only one thread at a time is the *driver*. The driver sleeps until a socket is ready, reads and writes, and advances all
+operations. Other waiting threads sleep until their operation is done, or the driver stops. While no thread waits, the
+background thread polls from time to time. It replaces lost connections and acknowledges received bytes while this rank
+computes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from paceline.errors import SyncError
 from paceline.wire.listener import OnFault, SocketLoop
 
 _NAP_S = 0.02  # longest sleep between two checks for hopeless waits
-_CLOCK_S = 0.05  # between two checks of the links
+_CLOCK_S = 0.05  # seconds between two checks of the links
 _IDLE_S = 0.05  # polling interval of the idle background thread
 
 
@@ -35,11 +35,11 @@ class TcpProgress(Driver, SocketLoop):
     )
 
     def failure(self, reason: str) -> SyncError:
-        """Make the error of an operation that cannot wait any longer."""
+        """Create the error of an operation that cannot wait any longer."""
         return SyncError("ranks.operation_failed", "{reason}", reason=reason)
 
     def __init__(self) -> None:
-        Driver.__init__(self)  # its lock also guards the links of all groups
+        Driver.__init__(self)  # the driver's lock also guards the links of all groups
         SocketLoop.__init__(self)
         self._turns = threading.Condition(self.lock)
         self._wanted = threading.Condition(self.lock)
@@ -60,17 +60,20 @@ class TcpProgress(Driver, SocketLoop):
     # Sockets (see `SocketLoop`) and clocks; the caller holds the lock
 
     def add_clock(self, key: object, look: Callable[[float], None], on_fault: OnFault) -> None:
-        """Call `look` with the time every few hundredths of a second. `on_fault` is as in `watch`."""
+        """Call `look` with the time every few hundredths of a second.
+
+        `on_fault` is as in `watch`.
+        """
         self._clocks[key] = look, on_fault
 
     def remove_clock(self, key: object) -> None:
-        """Stop calling it."""
+        """Stop the calls of `add_clock`."""
         self._clocks.pop(key, None)
 
     def expect(self, key: object) -> None:
-        """Make the background thread react at once, also while no thread waits.
+        """Make the background thread react at once, even if no thread waits.
 
-        It does so until `expect_no_more`, while a connection is made.
+        The effect lasts until `expect_no_more`, for example while a connection is established.
         """
         self._expected.add(key)
         self._wanted.notify()
@@ -101,7 +104,7 @@ class TcpProgress(Driver, SocketLoop):
         return [] if self._driving else self._turn(0)
 
     def drive(self, is_over: Callable[[], bool]) -> None:
-        """Drive everything until `is_over`, which is called under the lock."""
+        """Drive all operations until `is_over`, which is called under the lock, returns True."""
         while True:
             with self.lock:
                 self._waiting += 1
@@ -118,9 +121,9 @@ class TcpProgress(Driver, SocketLoop):
             call_all(calls)
 
     def _turn(self, nap_s: float) -> Calls:
-        """Wait for a ready socket without the lock, then continue with everything.
+        """Wait for a ready socket without the lock, then advance all operations.
 
-        Returns the callbacks to make without the lock.
+        The result contains the callbacks to call without the lock.
         """
         self._driving = True
         try:
@@ -130,7 +133,7 @@ class TcpProgress(Driver, SocketLoop):
             finally:
                 self.lock.acquire()
             for fd, events in ready:
-                if fd in self.handlers:  # an earlier handler may have removed it
+                if fd in self.handlers:  # an earlier handler may have removed this handler
                     _call(*self.handlers[fd], events)
             now = time.monotonic()
             if now - self._looked_at >= _CLOCK_S:
@@ -168,7 +171,7 @@ class TcpProgress(Driver, SocketLoop):
             call_all(calls)
 
     def _is_needed(self) -> bool:
-        """True if an operation is in progress without a waiting thread."""
+        """Return True if an operation is in progress without a waiting thread."""
         if self._waiting or self._driving:
             return False
         return bool(self._expected) or (bool(self._busy) and (self._urgent or self._oldest_s() > GRACE_S))
@@ -178,7 +181,7 @@ _Told = TypeVar("_Told")
 
 
 def _call(handler: Callable[[_Told], None], on_fault: OnFault, told: _Told) -> None:
-    """Call a handler. An exception ends its connection or group, not the thread that drives all groups."""
+    """Call a handler; an exception ends its connection or group, but not the thread."""
     try:
         handler(told)
     except Exception as error:  # noqa: BLE001 - whatever it is, other groups go on

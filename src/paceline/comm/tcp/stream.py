@@ -1,16 +1,17 @@
 """Byte stream between two ranks that survives lost connections, without loss or repetition.
 
 Every byte has a position, counted from the stream's beginning. Sent bytes are kept until the other side acknowledges
-them; each frame carries an acknowledgement for the other direction. After a lost connection, both sides announce on the
-next one what they have received, and the sender resumes there. A frame consists of a header (number of bytes that
-follow, bytes received so far) and the bytes. These are not the frames of `wire.connection`: they carry positions
-instead of whole messages, and tensors are sent from and received into their own memory.
+them. Each frame carries an acknowledgement for the other direction. After a lost connection, both sides announce on the
+next connection how many bytes they have received, and each sender resumes at this position. A frame consists of a
+header (number of bytes that follow, number of bytes received so far) and the bytes. Unlike the frames of
+`wire.connection`, these frames carry positions instead of whole messages. Tensors are sent from and received into their
+own memory.
 
-On the connection the bytes are encrypted with AES-128-OCB (RFC 7253), or sent in plaintext if encryption is off. Each
-direction of each connection has its own random key, exchanged in the handshake. The bytes are sent in records: length,
-ciphertext and tag; the nonce is the record's number. A record that was changed, repeated, omitted, moved, or taken from
-another direction or connection does not match its tag. TLS records would do the same at several times the cost, because
-Python's `ssl` copies every 16 KiB several times.
+On the connection, the bytes are encrypted with AES-128-OCB (RFC 7253), or sent in plaintext if encryption is off. Each
+direction of each connection has a separate random key, which is exchanged in the handshake. A record consists of
+length, ciphertext and tag, and its nonce is the record's number. If a record was changed, repeated, omitted, moved, or
+taken from another direction or connection, the tag does not match. TLS records offer the same protection at several
+times the cost, because Python's `ssl` copies every 16 KiB several times.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class AlteredError(ConnectionError):
 
 
 class Wire:
-    """Connection as a stream writes and reads it; this class sends plaintext.
+    """Connection of a byte stream; this class sends plaintext.
 
     The bytes are not protected against changes in transit. The socket does not block: a call that would block raises
     BlockingIOError.
@@ -55,23 +56,23 @@ class Wire:
 
     @property
     def pending(self) -> bool:
-        """True if accepted bytes wait for the kernel."""
+        """Return True if accepted bytes wait for the kernel."""
         return False
 
     @property
     def buffered(self) -> bool:
-        """True if bytes can be read that `poll` does not report."""
+        """Return True if bytes can be read that `poll` does not report."""
         return False
 
     def flush(self) -> None:
         """Pass the pending bytes to the kernel."""
 
     def send(self, parts: list[memoryview]) -> int:
-        """Accept some bytes of the first parts, and return their number."""
+        """Accept bytes from the beginning of `parts`, and return the number of accepted bytes."""
         return self.connection.sendmsg(parts)
 
     def receive(self, *targets: memoryview) -> int:
-        """Fill the targets with the available bytes; return 0 at the end."""
+        """Fill the targets with the available bytes; return 0 at the end of the connection."""
         return self.connection.recvmsg_into(targets)[0]
 
 
@@ -79,7 +80,8 @@ class SealedWire(Wire):
     """Connection with encrypted, authenticated records.
 
     Args:
-        sending, receiving: keys of the two directions.
+        sending: key for sent records.
+        receiving: key for received records.
     """
 
     def __init__(self, connection: socket.socket, sending: bytes, receiving: bytes) -> None:
@@ -92,7 +94,7 @@ class SealedWire(Wire):
         self._in = _memory(_SEALED_BYTES + _AHEAD_BYTES)
         self._begin = self._end = 0  # range of the content of `_in`
         self._opened = _memory(RECORD_BYTES)
-        self._rest = self._opened[:0]  # decrypted, but not read yet
+        self._rest = self._opened[:0]  # decrypted bytes that have not been read yet
 
     @property
     def pending(self) -> bool:
@@ -107,13 +109,13 @@ class SealedWire(Wire):
             self._unsent = self._unsent[self.connection.send(self._unsent) :]
 
     def send(self, parts: list[memoryview]) -> int:
-        """Seal one record, or two if the first is small.
+        """Encrypt one record, or two if the first record is small.
 
-        The kernel gets as many of their bytes as it accepts.
+        As many encrypted bytes as possible are passed to the kernel.
         """
         self.flush()
         if self._sent_bytes >= _MOST_BYTES:
-            raise ConnectionError("its keys have served their time")
+            raise ConnectionError("the connection's keys have encrypted the maximum number of bytes")
         small = list(takewhile(lambda part: len(part) <= _GATHERED_BYTES, parts[:_MOST_GATHERED]))
         end = taken = 0
         if small:
@@ -124,12 +126,12 @@ class SealedWire(Wire):
             end, taken = self._seal(plain, end), taken + len(plain)
         self._sent_bytes += end
         self._unsent = self._out[:end]
-        with suppress(BlockingIOError):  # accepted anyway: it is pending
+        with suppress(BlockingIOError):  # the bytes are accepted anyway, because they are pending
             self.flush()
         return taken
 
     def _seal(self, plain: memoryview | bytes, begin: int) -> int:
-        """Write a record to `_out`; return its end."""
+        """Write an encrypted record to `_out`; return the record's end."""
         _LENGTH.pack_into(self._out, begin, len(plain))
         begin += _LENGTH.size
         end = begin + len(plain) + TAG_BYTES
@@ -155,20 +157,23 @@ class SealedWire(Wire):
         return count
 
     def _whole(self) -> int | None:
-        """Length of the next record, if all of it has arrived."""
+        """Return the length of the next record once the whole record has arrived, else None."""
         there = self._end - self._begin
         if there < _LENGTH.size:
             return None
         length: int = _LENGTH.unpack_from(self._in, self._begin)[0]
         if not 0 < length <= RECORD_BYTES:
-            raise AlteredError(f"a record of {length} bytes is not one of paceline's")
+            raise AlteredError(f"a record of {length} bytes is not valid")
         return length if there >= _LENGTH.size + length + TAG_BYTES else None
 
     def _fill(self) -> bool:
-        """Read the rest of the current record, and little more. Return False if the connection has ended."""
+        """Read the rest of the current record, and a few bytes beyond it.
+
+        The result is False if the connection has ended.
+        """
         there = self._end - self._begin
         if self._begin:
-            self._in[:there] = self._in[self._begin : self._end]  # they may overlap
+            self._in[:there] = self._in[self._begin : self._end]  # source and destination may overlap
             self._begin, self._end = 0, there
         rest = _LENGTH.unpack_from(self._in)[0] + TAG_BYTES if there >= _LENGTH.size else 0
         count = self.connection.recv_into(self._in[there : rest + _AHEAD_BYTES])
@@ -181,14 +186,14 @@ class SealedWire(Wire):
         try:
             self._receiving.decrypt_into(_nonce(self._received), self._in[begin : self._begin], None, target)
         except InvalidTag:
-            raise AlteredError("a record was changed on its way") from None
+            raise AlteredError("a record was changed in transit") from None
         self._received += 1
 
 
 def _memory(nbytes: int) -> memoryview:
-    """Allocate memory that costs nothing until it is written.
+    """Allocate memory that uses no physical memory until it is written.
 
-    Most links never carry a record of full length.
+    Most links never send a record of full length.
     """
     return np.empty(nbytes, np.uint8).data
 
@@ -199,10 +204,10 @@ def _nonce(number: int) -> bytes:
 
 MESSAGE_HEADER = struct.Struct("<BBBBiQqQQ")  # channel, what, how, dtype, root, number, tag, elements, bytes
 _FRAME = struct.Struct("<IQ")
-_GOODBYE = 0xFFFFFFFF  # as a length: the sender will send nothing more, on any connection
-# Most bytes in a frame: a ring's chunk and its header. So an acknowledgement is never far behind.
+_GOODBYE = 0xFFFFFFFF  # length which means that the sender will send nothing more, on any connection
+# Maximum size of a frame: a ring's chunk and its header. Frequent frames keep acknowledgements recent.
 FRAME_BYTES = RECORD_BYTES + MESSAGE_HEADER.size
-_ACKNOWLEDGE_BYTES = 2**18  # received bytes before an acknowledgement, if no frame is sent anyway
+_ACKNOWLEDGE_BYTES = 2**18  # number of received bytes after which an acknowledgement is sent, if no frame carries one
 WINDOW_BYTES = 2**24  # maximum of unacknowledged bytes, which may have to be sent again after a lost connection
 _AHEAD_BYTES = 2**12  # bytes read beyond a frame and copied: headers, and whole small messages
 _NO_LINGER = struct.pack("ii", 1, 0)
@@ -213,16 +218,16 @@ class Sink(Protocol):
     """Consumer of received bytes."""
 
     def target(self) -> memoryview:
-        """Return the memory for the next bytes; not empty."""
+        """Return the memory for the next bytes, which must not be empty."""
 
     def advance(self, count: int) -> None:
         """Account for `count` received bytes."""
 
 
 class OutgoingBytes:
-    """Bytes given to the stream: `start` is the position of the first.
+    """Bytes to send, beginning at position `start` of the stream.
 
-    `lent`: the memory belongs to the caller, who may change it.
+    If `lent` is True, the memory belongs to the caller, which may change the bytes later.
     """
 
     __slots__ = ("data", "lent", "start")
@@ -232,23 +237,24 @@ class OutgoingBytes:
 
     @property
     def end(self) -> int:
-        """The position after the last byte."""
+        """Position after the last byte."""
         return self.start + len(self.data)
 
 
 class ByteStream:
-    """One end of the stream.
+    """One end of a byte stream.
 
-    `attach` it to a connection; `read` and `write` raise OSError when that is lost, and then `detach` it.
+    Call `attach` with each new connection. `read` and `write` raise OSError when the connection is lost; then call
+    `detach`.
     """
 
     def __init__(self, sink: Sink) -> None:
         self._wire: Wire | None = None
         self.given = 0  # total bytes given to this end to send
-        self.sent = 0  # bytes thereof in frames of this connection, or known to be received
+        self.sent = 0  # bytes in frames of this connection, or known to be received
         self.acknowledged = 0  # bytes that the other side has received
-        self.received = 0  # bytes received from it
-        self.said_goodbye = self.ended = False  # this side, and the other
+        self.received = 0  # bytes received from the other side
+        self.said_goodbye = self.ended = False  # of this side, and of the other side
         self._sink = sink
         self._told = 0  # part of `received` that was acknowledged
         self._acknowledge_now = False
@@ -256,7 +262,7 @@ class ByteStream:
         self._kept: deque[OutgoingBytes] = deque()  # sent, and not all of it acknowledged
         self._frame: list[memoryview] = []  # part of the current outgoing frame that the kernel has not accepted yet
         self._frame_left = 0  # bytes of it
-        self._frame_payload = 0  # bytes of it that belong to the stream
+        self._frame_payload = 0  # bytes of the frame that belong to the stream
         self._reading = 0  # remaining bytes of the current incoming frame
         self._ahead = memoryview(bytearray(_AHEAD_BYTES))
         self._begin = self._end = 0  # range of the content of `_ahead`
@@ -269,9 +275,9 @@ class ByteStream:
     # Sending
 
     def give(self, data: memoryview, *, lent: bool) -> OutgoingBytes:
-        """Send bytes after all earlier ones.
+        """Queue bytes to send after all earlier bytes.
 
-        Lent bytes must not change until `written` has passed them and `keep` was called.
+        Lent bytes must not change until `written` has passed their end and `keep` was called.
         """
         chunk = OutgoingBytes(self.given, data, lent)
         self._queued.append(chunk)
@@ -280,7 +286,7 @@ class ByteStream:
 
     @property
     def written(self) -> int:
-        """Position up to which the kernel, or the other side, has the bytes."""
+        """Position up to which the kernel or the other side has all bytes."""
         return self.sent - min(self._frame_left, self._frame_payload)
 
     @property
@@ -301,10 +307,10 @@ class ByteStream:
     # Connections
 
     def attach(self, wire: Wire, has_received: int) -> None:
-        """Continue over a new connection, on which the other side has reported its received bytes.
+        """Continue over a new connection, on which the other side has received `has_received` bytes.
 
         Raises:
-            SyncError: the report is not possible.
+            SyncError: the other side's number of received bytes is impossible.
         """
         if not self.acknowledged <= has_received <= self.given:
             raise SyncError(
@@ -322,7 +328,7 @@ class ByteStream:
         self.sent = has_received
 
     def detach(self) -> None:
-        """Close the connection. All unacknowledged bytes will be sent again."""
+        """Close the connection; the next connection sends all unacknowledged bytes again."""
         if self._wire is not None:
             connection, self._wire = self._wire.connection, None
             if not self.said_goodbye:  # the bytes that the kernel still has would only delay the next connection
@@ -338,7 +344,7 @@ class ByteStream:
 
     @property
     def wants_to_write(self) -> bool:
-        """True if there are bytes to write as soon as the connection accepts them."""
+        """Return True if bytes wait for the connection to accept them."""
         can_send = self.given > self.sent and self.sent - self.acknowledged < WINDOW_BYTES
         pending = self._wire is not None and self._wire.pending
         return pending or bool(self._frame) or can_send or self._owes_word()
@@ -428,7 +434,7 @@ class ByteStream:
         if length == _GOODBYE:
             self.ended = True
         elif length > FRAME_BYTES:
-            raise AlteredError(f"a frame of {length} bytes is not one of paceline's")
+            raise AlteredError(f"a frame of {length} bytes is not valid")
         else:
             self._reading = length
 
@@ -448,7 +454,7 @@ class ByteStream:
         self._sink.advance(count)
 
     def _open_wire(self) -> Wire:
-        if self._wire is None:  # the bytes read may have ended the stream
+        if self._wire is None:  # the received bytes may have ended the stream
             raise BlockingIOError
         return self._wire
 
@@ -462,7 +468,7 @@ class ByteStream:
         return count
 
     def _acknowledge(self, position: int) -> None:
-        """Note that the other side has all bytes before `position`."""
+        """Record that the other side has received all bytes before `position`."""
         if not self.acknowledged <= position <= self.given:
             raise AlteredError(f"the other side acknowledges {position} bytes of {self.given}")
         self.acknowledged = position
