@@ -198,7 +198,7 @@ class Loader:
     def read(self, indices: list[int], position: Position) -> Any:
         """Read the given samples as a batch in this process; None if there are none.
 
-        The samples may be anywhere in the epoch. The next iteration still begins where it would have begun.
+        The given samples may be anywhere in the epoch. The position of the next iteration does not change.
         """
         self._looks.begin_epoch(position.epoch)
         batch = self._looks.read(indices) if indices else None
@@ -326,8 +326,8 @@ class Loader:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from the position in `state`, and end a running iteration.
 
-        The numbers of replicas and loader processes may differ from those at saving. The dataset's own state is then
-        not restored, because it belongs to one replica and its loader processes.
+        The numbers of replicas and loader processes may differ from those at saving. If they differ, the dataset's own
+        state is not restored, because the state belongs to one replica and its loader processes.
 
         Raises:
             DataError: the state was saved with another type of loader, sample order or batch size, or with a stream
@@ -367,7 +367,7 @@ class Loader:
     def close(self) -> None:
         """End the loader processes.
 
-        The next iteration starts new ones and continues with the next batch.
+        The next iteration starts new processes and continues with the next batch.
         """
         reader = self._reader_state()
         self._end_processes()
@@ -422,7 +422,10 @@ class Loader:
     # Iteration
 
     def _begin(self, epoch: int, start: int) -> tuple[int, int]:
-        """Return the first epoch and step; if a loaded epoch has ended, the next epoch's."""
+        """Return the epoch and step at which the iteration begins.
+
+        If the epoch of a loaded state has ended, the iteration begins with the next epoch.
+        """
         if isinstance(self.partition, SamplerStream):
             return self.partition.begin(epoch, start, start + self.workers.ahead + 1)
         if isinstance(self.partition, Flow):
@@ -439,7 +442,7 @@ class Loader:
         return not self.partition.ended
 
     def _start(self, epoch: int, start: int) -> Any:
-        """Return torchdata's iterator, with torch's SIGCHLD check limited to reads."""
+        """Start torchdata's iterator; torch's SIGCHLD handler is only active during reads."""
         self._samples.begin_epoch(epoch)
         self._samples.check_length(self.partition.held_samples if isinstance(self.partition, Partition) else None)
         self._steps.next = epoch, self._turn if isinstance(self.partition, Flow) else start

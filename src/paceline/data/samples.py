@@ -37,7 +37,7 @@ class SampleRequest(NamedTuple):
 class RequestedSamples(Dataset[Any]):
     """Wrapper of the user's dataset that returns one collated batch for each `SampleRequest`.
 
-    `StatefulDataLoader` reads it, both in the rank and in loader processes.
+    `StatefulDataLoader` reads this wrapper, both in the rank and in loader processes.
 
     A sample's random numbers (torch, NumPy, Python) depend on the seed, the epoch and the sample's index, so every
     plan trains on the same samples. The random numbers of `collate_fn` depend on the seed, the epoch, the step and the
@@ -119,7 +119,7 @@ class RequestedSamples(Dataset[Any]):
     def read(self, indices: list[int], at: tuple[int, int] | None = None) -> Any:
         """Read these samples as one collated batch; return None if `indices` is empty.
 
-        `at` is the batch's epoch and step, from which the random numbers follow. If `at` is None, the random numbers
+        `at` is the batch's epoch and step, which determine the random numbers. If `at` is None, the random numbers
         come from the process's own random states.
         """
         if not indices:
@@ -338,7 +338,7 @@ def held_out_batches(
 
 
 def most_batches(samples: int, *, batch: int, replicas: int, in_turn: bool = False) -> int:
-    """Return the largest number of `held_out_batches` that any replica has."""
+    """Return the largest number of batches that `held_out_batches` yields on any replica."""
     if in_turn:
         return math.ceil(samples / (replicas * batch))
     return max(math.ceil(((r + 1) * samples // replicas - r * samples // replicas) / batch) for r in range(replicas))

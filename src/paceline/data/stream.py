@@ -56,7 +56,7 @@ class SamplerStream:
     A `SamplerStream` has the interface of a `Partition`.
 
     Rank 0 draws the batches and sends them to the other ranks. From torch's own samplers, rank 0 draws many batches
-    ahead. From other samplers, rank 0 draws only as far ahead as a DataLoader, because they may adapt to the training.
+    ahead. From other samplers, which may adapt to the training, rank 0 draws only as far ahead as a DataLoader.
     While a sampler draws, the stream's own random states replace those of the process, and each epoch seeds them again.
 
     Args:
@@ -531,7 +531,7 @@ def name_of(root: object) -> str:
 
 
 def _parts(root: object, dataset: object) -> Iterator[Any]:
-    """Yield all parts of a sampler that have state, in the order of its structure."""
+    """Yield all parts of a sampler that have state, in a fixed order."""
     seen = {id(dataset)}
 
     def walk(value: Any, depth: int) -> Iterator[Any]:

@@ -227,7 +227,8 @@ class Iterated(Items):
 class Flow:
     """Global batches of an iterable data set, with the interface of a `Partition`.
 
-    The size of a batch is unknown until the batch is read.
+    The size of a batch is unknown until the batch is read. A turn is the index of a requested batch; end markers of
+    loader processes count as batches.
 
     Args:
         length: number of batches per epoch, computed from the dataset's length; None if unknown.
@@ -254,7 +255,7 @@ class Flow:
         self._ended: set[int] = set()
         self._chain = 0  # digest of all batches that this process has read
         self._last: int | None = None  # digest of the last batch
-        self._expected: int | None = None  # while batches are read again: the digest that the last of them must have
+        self._expected: int | None = None  # expected digest of the last batch that is read again
         self._known = 0  # batches before this turn have been trained on
 
     @property
@@ -394,7 +395,7 @@ class Flow:
 
 
 def rows_of(batch: Any) -> int | None:
-    """Return a batch's number of rows (dim 0); None if its tensors or lists differ."""
+    """Return a batch's number of rows (dim 0); None if its tensors differ in length."""
     lengths = set(_lengths(batch))
     return lengths.pop() if len(lengths) == 1 and None not in lengths else None
 

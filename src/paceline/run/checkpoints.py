@@ -33,7 +33,7 @@ _PACE = 10.0  # factor by which writing takes longer during training than alone
 
 
 class CheckpointSchedule:
-    """Schedule of a rank's checkpoints: when they begin, waits, and failures.
+    """Schedule of a rank's checkpoints; also waits for them and counts failures.
 
     With `every_steps`, training is never more than that number of steps ahead of the last complete checkpoint.
     Training waits for the current checkpoint if necessary. After a long wait, the next checkpoint begins some steps
@@ -86,7 +86,7 @@ class CheckpointSchedule:
         return every is not None and (step % every == 0 or step - max(self.at, 0) >= every)
 
     def due(self, step: int, votes: dict[str, int]) -> bool:
-        """Return True if a checkpoint begins after `step`; the same on all ranks."""
+        """Return True if a checkpoint begins after `step`; all ranks get the same result."""
         every = self.rule.every_steps
         if every is None:
             return "checkpoint" in votes
@@ -190,7 +190,7 @@ class Checkpoints:
         writer: writer of this rank's part of each checkpoint.
         saving: schedule of the checkpoints.
         memory: copy of the last good state; None if the job does not rewind.
-        rejected: steps whose batches are skipped since a rewind.
+        rejected: steps whose batches are skipped after a rewind.
         further: other parts of the loop that have state, by their names in a checkpoint.
     """
 

@@ -236,7 +236,7 @@ def weights_from(path: Path) -> TensorPieces:
                     entries[name] = TensorEntry(dtype=stored.get_dtype(), shape=shape, pieces=[piece])
         except (OSError, SafetensorError) as error:
             raise JobError(
-                "model.weights_unreadable", "{file}: its weights cannot be read: {error}", file=file, error=error
+                "model.weights_unreadable", "the weights in {file} cannot be read: {error}", file=file, error=error
             ) from error
     return TensorPieces(entries, files)
 
@@ -294,7 +294,7 @@ def _weight_files(path: Path) -> list[Path]:
     except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
         raise JobError(
             "model.weights_index_invalid",
-            "{path} is not an index of weights: {error}",
+            "{path} is not a valid index of weight files: {error}",
             path=path / _HF_INDEX,
             error=error,
         ) from error

@@ -68,7 +68,7 @@ class LearningRate:
         return float(groups[0]["lr"])
 
     def after_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Step the schedule by the metrics of the evaluation after `step`, once."""
+        """Step the schedule once, with the metrics of the evaluation after `step`."""
         if self._scheduler is None or self.spec.period != "evaluation" or step == self._evaluated:
             return
         self._evaluated = step
@@ -126,7 +126,7 @@ class LearningRate:
 
 
 class _Left(Exception):
-    """Raised for a value that JSON cannot hold; the job's arguments create it again."""
+    """Raised for a value that JSON cannot represent; the job's arguments recreate the value."""
 
 
 def _plain(value: Any) -> Any:

@@ -88,7 +88,7 @@ class Loop:
             has_position: whether the loader already has its position in a new generation.
 
         Returns:
-            True if the run has ended. False if the ranks leave the loop before, to form another generation or to use
+            True if the run has ended. False if the ranks leave the loop earlier, to form another generation or to use
                 another pipeline cut (`Recutting.cut`).
 
         Raises:
@@ -133,7 +133,7 @@ class Loop:
                 if begun is not None:
                     self._recorded(begun)
             except NonFiniteError:
-                # the exception followed from NaN or Inf in the weights
+                # NaN or Inf in the weights caused the exception
                 raise
             except Exception:  # noqa: BLE001 - the device may be lost, or the other ranks
                 raise error from None

@@ -24,7 +24,7 @@ from paceline.storage.store import Entry, Store
 from paceline.storage.url import cache_name
 
 PATIENCE_S = 60.0  # after training, the upload gives up after this many seconds without a transferred byte
-HURRIED_S = 3.0  # the limit after a signal or Ctrl-C
+HURRIED_S = 3.0  # the same limit after a signal or Ctrl-C
 
 JOB, CHECKPOINTS = "job.yaml", "checkpoints"
 
@@ -149,8 +149,8 @@ class RemoteRun:
         elif here and not self.resume:
             raise RunError(
                 "run.not_uploaded",
-                "{path} contains a run that belongs to {url}, but the run is not there. It could not be uploaded, "
-                "or was removed from there. Continue with --resume, or remove that directory.",
+                "{path} contains a run that belongs to {url}, but the run is not at this URL. The upload failed, or "
+                "the run was removed from the store. Continue with --resume, or remove that directory.",
                 url=self.url,
                 path=self.path,
             )

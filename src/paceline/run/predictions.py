@@ -41,7 +41,7 @@ def predict(
     """Write a model's predictions for all samples of a source, in their order.
 
     Only one batch is in memory at a time. The output has the row numbers, the predictions, and the chosen columns of a
-    Parquet file. Classes have their names if the data has names.
+    Parquet file. If the data has class names, the column `label` has the name of each predicted class.
 
     Args:
         source: a set of the job, or a file, folder or factory with data of the same kind; targets are optional.
@@ -120,12 +120,15 @@ def _must_fit(wanted: Sequence[str], kind: OutputKind | None, loss: str) -> None
     for name in wanted:
         if name not in OUTPUTS:
             raise RunError(
-                "predict.unknown_output", "unknown outputs {name!r}; known are {known}", name=name, known=list(OUTPUTS)
+                "predict.unknown_output",
+                "unknown output {name!r}. Known outputs are {known}",
+                name=name,
+                known=list(OUTPUTS),
             )
         if kind == "values" and name != "logits":
             raise JobError(
                 "predict.no_classes",
-                "the loss {loss} works on values, so the model has no {name}: leave --outputs out",
+                "the loss {loss} works on values, so the model has no {name}. Leave --outputs out",
                 loss=loss,
                 name=name,
             )

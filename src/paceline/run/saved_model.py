@@ -148,7 +148,7 @@ def evaluated(run: Run, source: str, checkpoint: str = NEWEST) -> dict[str, floa
 
 
 def resolved_source(spec: DataSpec, source: str) -> str:
-    """Return the path, URL or import path of other data of the same kind.
+    """Resolve `source`, data of the job's kind, to a path, URL or import path.
 
     Raises:
         DataError: the job's kind of data cannot be read from `source`.

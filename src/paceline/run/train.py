@@ -78,7 +78,7 @@ def train(
             is only for planning.
         run: directory of the run, or its URL in an object store (`s3://bucket/name`). For a URL, the run is written to
             a local directory and uploaded during training. None makes `runs/<job>-<time>` in the current directory.
-        resume: whether to continue `run`, or the job's newest run if `run` is None. If there is no run, a new one
+        resume: whether to continue `run`, or the job's newest run if `run` is None. If there is no run, a new run
             starts.
         port: port of the rendezvous on the first host; None takes a free port.
         restarts: maximum number of restarts of a failed run per hour, each from the newest checkpoint.

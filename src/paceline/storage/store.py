@@ -51,7 +51,7 @@ from paceline.text import printable
 STALL_S = 120.0  # seconds without a transferred byte after which a connection counts as lost
 PART_BYTES = 5 << 20  # S3's minimum part size; each part must be transferred within `STALL_S`
 _MOST_PARTS = 9000  # S3 allows at most 10,000 parts
-_TRIES, _FIRST_PAUSE_S = 4, 0.5  # attempts for each part of a download
+_TRIES, _FIRST_PAUSE_S = 4, 0.5  # attempts per part of a download, and seconds before the second attempt
 _VERSION_KEYS = ("ETag", "etag", "md5Hash", "LastModified", "mtime")
 
 
@@ -153,7 +153,7 @@ class Store:
         self._replace(name, lambda path: self._call("pipe_file", path, content))
 
     def upload(self, file: Path, name: str) -> None:
-        """Upload a file to an object, with the guarantee of `write`.
+        """Upload a file to an object atomically, like `write`.
 
         Raises:
             FileNotFoundError: the file does not exist.
@@ -403,7 +403,7 @@ def at_hand(url: str, say: Say = to_stderr) -> Path:
     version.
 
     Raises:
-        StorageError: see `fetched`; or the file has changed in the store since the run began.
+        StorageError: the file cannot be fetched (see `fetched`), or has changed in the store since the run began.
     """
     url = checked_url(url)
     home = cache_folder() / "data" / cache_name(url)
@@ -449,7 +449,10 @@ def _contents(store: Store) -> dict[str, Entry]:
     for name in found:
         if name and not all(part.isprintable() and part not in ("", ".", "..") for part in name.split("/")):
             raise StorageError(
-                "storage.name_unusable", "{url}: {name!r} cannot be the name of a file here", url=store.url, name=name
+                "storage.name_unusable",
+                "{url}: {name!r} cannot be a file name on this machine",
+                url=store.url,
+                name=name,
             )
     return found
 

@@ -104,7 +104,7 @@ def kept_file(job: Job, plan: Plan) -> Path:
 def _newest_source() -> int:
     """Return the newest modification time of paceline's source files, in ns.
 
-    It changes when a developer edits paceline.
+    The time changes when a developer edits paceline.
     """
     return max(file.stat().st_mtime_ns for file in Path(__file__).parents[2].rglob("*.py"))
 

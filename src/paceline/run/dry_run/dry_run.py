@@ -84,8 +84,8 @@ class StageDryRun:
         peak_bytes: peak bytes of state and activations in a step, without kernel workspaces.
         sent_bytes: bytes that each rank sends per step, by mesh axis; single numbers, such as the gradient norm, are
             not counted.
-        asked: types of modules whose code read tensor values; they got False or 1 instead.
-        stopped_by: reason why the step could not be completed; None if it was.
+        asked: types of modules whose code read tensor values; the reads returned False or 1.
+        stopped_by: reason why the step could not be completed; None if the step was completed.
     """
 
     stage: int

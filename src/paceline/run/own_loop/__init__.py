@@ -1,4 +1,4 @@
 """The engine of users' own training loops, which `paceline.setup` returns.
 
-Read `setup.py` first, then `loop.py`.
+Read `setup.py` first, then `engine.py`.
 """

@@ -204,7 +204,7 @@ class Engine(RankEngine):
         """Clip the gradients, step the optimizers and clear their gradients; every rank calls it.
 
         Args:
-            optimizers: optimizers to step; without arguments, all step.
+            optimizers: optimizers to step; by default, all of them.
             clip_norm: maximum L2 norm of all their gradients together; None takes `clip_norm` of `setup`.
             clip_value: maximum absolute value of each gradient element; applied before `clip_norm`.
 
@@ -225,7 +225,7 @@ class Engine(RankEngine):
         if not self.steps.with_gradients(stepped, own=False):
             raise JobError(
                 "loop.no_gradient",
-                "update has no gradient. Call engine.backward(loss) before each update.",
+                "engine.update() has no gradients to apply. Call engine.backward(loss) before each update.",
             )
         gradients = self.reduction.gradients = numbers_of(self.steps.parameters_of(stepped))
         if self.compute.loss_scale is not None:
@@ -268,7 +268,7 @@ class Engine(RankEngine):
         if not self.has_loss:
             raise JobError(
                 "loop.step_without_loss",
-                "step needs a loss: use paceline.setup(model, optimizer, loss=loss, loader=loader), or call "
+                "engine.step needs a loss. Use paceline.setup(model, optimizer, loss=loss, loader=loader), or call "
                 "engine.backward and engine.update",
             )
         self.steps.check_no_closure(self.steps.numbers(()))
@@ -334,7 +334,7 @@ class Engine(RankEngine):
     def autocast(self) -> Iterator[None]:
         """Within this context, compute in the precision given to `setup`.
 
-        Use it for the forward pass and the loss. With fp32, it changes nothing.
+        Use this context for the forward pass and the loss. With fp32, the context changes nothing.
         """
         self._casting = True
         with self.compute.autocast():
@@ -346,7 +346,7 @@ class Engine(RankEngine):
             print(*values, **keywords)
 
     def ignore(self, optimizer: Optimizer) -> None:
-        """Do not check an optimizer whose parameters each rank trains alone, such as a probe's."""
+        """Allow an optimizer outside of `setup`, so that each rank trains its parameters alone."""
         self.steps.ignore(optimizer)
 
     @overload

@@ -119,7 +119,7 @@ class OptimizerSteps:
         if len(numbers) != len(optimizers):
             raise JobError(
                 "loop.other_optimizer",
-                "backward and update accept only the optimizers that paceline.setup was given, each of them once",
+                "backward and update accept only the optimizers that paceline.setup was given, each at most once",
             )
         return numbers
 
@@ -146,7 +146,7 @@ class OptimizerSteps:
         return {n for n in numbers if n in self.gradients and (self.gradients[n] == "own") == own}
 
     def computed(self, numbers: set[int], *, reduced: bool) -> None:
-        """Record new gradients; `reduced` if they were reduced over all ranks."""
+        """Record new gradients; `reduced` means that they are summed over all ranks."""
         self.gradients |= dict.fromkeys(numbers, "reduced" if reduced else "own")
 
     def stepped(self, numbers: set[int]) -> None:
@@ -216,7 +216,10 @@ class OptimizerSteps:
         return agreed
 
     def _check_outer_step(self, optimizer: Optimizer) -> None:
-        """Check the step of an optimizer that wraps another optimizer, as SAM does."""
+        """Check the step of an optimizer that wraps a loop's optimizer, or the reverse.
+
+        SAM and Lookahead, for example, wrap an optimizer.
+        """
         owner = {p: i for i, own in enumerate(self.optimizers) for g in own.param_groups for p in g["params"]}
         stepped = {p for g in optimizer.param_groups for p in g["params"]}
         if not stepped & owner.keys() and stepped <= {p for o in _KNOWN for g in o.param_groups for p in g["params"]}:
@@ -379,7 +382,7 @@ class LossShares:
     def check_data(self) -> None:
         """Raise DataError if `setup` was given a loader that the loop has not read.
 
-        Otherwise all ranks might train on the same undivided batches.
+        Otherwise every rank would train on its own, undivided batches.
         """
         if self.data_group.size > 1 and self.loaders and all(loader.position is None for loader in self.loaders):
             raise DataError(
@@ -453,8 +456,8 @@ def check_backward(engine: Engine, loss: Any, *, casts: bool, sync: bool) -> Non
     if engine.precision in ("bf16", "fp16") and not casts:
         raise JobError(
             "loop.no_autocast",
-            "precision={precision}: compute the model and the loss inside `with engine.autocast():`, because they "
-            "stay in fp32 otherwise",
+            "precision={precision}: compute the model and the loss inside `with engine.autocast():`. Otherwise "
+            "they stay in fp32",
             precision=engine.precision,
         )
     plan = engine.plan
@@ -470,14 +473,14 @@ def check_backward(engine: Engine, loss: Any, *, casts: bool, sync: bool) -> Non
         raise PlanError(
             "loop.backward_without_sync",
             "plan {plan} divides the model, but engine.backward(loss, sync=False) needs undivided replicas: "
-            "dp={size}. Leave sync out.",
+            "dp={size}. Leave out sync=False.",
             plan=plan,
             size=engine.group.size,
         )
     if engine.compute.divides_logits:
         raise PlanError(
             "loop.loss_under_tp",
-            "tp: do not pass the loss to setup, so that the model returns whole logits to your own loss",
+            "with tp, do not pass the loss to setup, so that the model returns whole logits to your own loss",
         )
 
 

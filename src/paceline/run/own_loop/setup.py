@@ -327,8 +327,8 @@ def _check_ranks(plan: Plan, group: Group) -> None:
     if plan.num_workers:
         raise PlanError(
             "setup.num_workers",
-            "plan {plan} has loader processes, but in your own loop the loader starts them: DataLoader(…, "
-            "num_workers={num_workers}), and num_workers=0 in the plan",
+            "plan {plan} sets num_workers, but in your own loop the DataLoader starts its processes. Write "
+            "DataLoader(…, num_workers={num_workers}), and num_workers=0 in the plan",
             plan=plan,
             num_workers=plan.num_workers,
         )

@@ -273,7 +273,7 @@ def _check_objects(loaded: Loaded, saved: Mapping[str, Any], objects: Mapping[st
 
 
 def _refuse_other_data(engine: Engine, loaded: Loaded) -> None:
-    """Refuse a changed data set on all ranks, even if it changed on only one."""
+    """Refuse a changed data set on all ranks, even if only one rank's changed."""
     problem = None
     for loader, saved in zip(engine.loaders, loaded.values["loop"].get("data", ()), strict=False):
         if what := changed_data(saved, loader.fingerprint()):
@@ -476,7 +476,7 @@ def _means(everyones: list[dict[str, list[float]]]) -> dict[str, float]:
 def own_batches(data: Any, engine: Engine) -> Iterator[Any]:
     """Yield this rank's batches of `data`: every n-th batch for n data-parallel ranks.
 
-    If a replica's ranks compute together, None follows until all ranks have the same number of batches.
+    If a replica's ranks compute together, None follows the batches, up to the largest number of batches on any rank.
     """
     return _dealt(data, engine).batches
 

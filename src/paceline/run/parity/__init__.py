@@ -51,7 +51,7 @@ class Reference:
 
     Attributes:
         losses: loss of every step.
-        outputs: as in `Compared`.
+        outputs: see `Compared.outputs`.
         written: names of buffers that the forward pass writes.
         random: name of a module whose forward pass draws random numbers; None if there is none.
         inputs: for every step, the digest of each sample by its index.

@@ -252,8 +252,8 @@ class Checks:
     def _parts(self, plan: Plan) -> Parts:
         """Return the parts into which the single process must divide batches.
 
-        They matter because batch norm couples the samples of a part, and because some layers, such as spectral norm,
-        update their buffers in each microbatch.
+        The parts matter because batch norm couples the samples of a part, and because some layers, such as spectral
+        norm, update their buffers in each microbatch.
         """
         from paceline.planning.model.model_info import model_info
 

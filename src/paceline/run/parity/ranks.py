@@ -320,7 +320,8 @@ def _distance(own: Tensor | None, reference: Tensor | None, layout: ShardLayout,
 class ModuleOutputs:
     """Sums over the outputs of every module.
 
-    Means are compared, because they do not depend on which rank computed which part, or how often.
+    Means are compared, because a mean does not depend on which rank computed which part, or on how many ranks computed
+    the same part.
     """
 
     def __init__(self, model: nn.Module) -> None:

@@ -1,7 +1,7 @@
 """Brief state of a run, read from the ends of its files.
 
-This module reads a few kilobytes per run and imports little, so that many runs can be listed quickly. A damaged or
-foreign directory gets the state `unreadable`, and never raises an error.
+This module reads a few kilobytes per run and imports little, so that many runs can be listed quickly. A damaged
+directory, or a directory of another program, gets the state `unreadable` and raises no error.
 """
 
 from __future__ import annotations

@@ -133,7 +133,7 @@ def goodput_of(ranks: Mapping[int, Sequence[Mapping[str, Any]]], events: Sequenc
 
 
 class GoodputSoFar:
-    """Goodput of a running run, updated as records arrive.
+    """Goodput of an active run, updated as records arrive.
 
     Memory use does not grow with the run. The newest records are only used at the next read, because events and steps
     are read from different files at slightly different times.
@@ -149,7 +149,7 @@ class GoodputSoFar:
     def add(
         self, steps: Sequence[Mapping[str, Any]], events: Sequence[Mapping[str, Any]], *, took_s: float, ended: bool
     ) -> None:
-        """Add new records; the files were read `took_s` seconds apart.
+        """Add the new records from a read of the files that took `took_s` seconds.
 
         If the run has `ended`, all records are used at once.
         """

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from paceline.engine.engine import StepResult
 
 LINE_EVERY_S = 5.0  # seconds between progress lines if the output is not a terminal
-# from this many remaining days, the time is shown in days; above the second limit, it is not shown
+# limits in days: from the first, the remaining time is shown in days; above the second, it is not shown
 _COUNTED_IN_DAYS, _IN_SIGHT_DAYS = 2, 365
 _TOO_OFTEN = "it was lost too often within an hour, or cannot be started."
 LEFT_OUT = f"It is left out: {_TOO_OFTEN}"

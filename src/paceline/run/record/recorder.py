@@ -51,7 +51,7 @@ class StepInfo:
     ended_at: float | None = None
 
     def as_json(self) -> dict[str, Any]:
-        """Return the step as JSON values, without times, for ranks that it interrupted."""
+        """Return the step as JSON values without times, for ranks that were interrupted."""
         return asdict(replace(self, result=replace(self.result, timing=None), busy_s=[]))
 
     @classmethod

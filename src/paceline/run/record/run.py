@@ -263,7 +263,7 @@ class Run:
     def reason(self) -> str | None:
         """Reason for the end of the run: the stop rule or a signal.
 
-        It is None while the run is active, or after a crash.
+        The reason is None while the run is active, or after a crash.
         """
         ends = [e for e in self.events() if e["event"] in ("start", "resume", "end")]
         return ends[-1].get("reason") if ends else None

@@ -1,4 +1,4 @@
-"""Shares of the global batch by the replicas' measured speeds (`balance=` of the plan).
+"""Division of the global batch by the replicas' measured speeds (`balance=` of the plan).
 
 `Balancing` connects the training loop with `Balance`, `FixedCost` and `BusyBlocks`. These classes decide only from the
 shares and busy times of past steps. All ranks know these numbers, so all make the same decision without communication.
@@ -43,7 +43,7 @@ KEPT = BLOCKS * max(EACH)
 EVEN = 0.04  # equal shares are preferred if they are slower than the best shares by at most this fraction
 MOST = 2  # maximum share, as a multiple of the equal share, because memory is limited
 SLOW = 0.9  # a replica below this fraction of the usual speed is slow
-POSSIBLE = 9  # number of fixed costs to consider for a return
+POSSIBLE = 9  # number of possible fixed costs to consider before a return to equal shares
 
 # Fit of the fixed cost
 CHANGES = 8  # number of newest changes in the fit
@@ -148,7 +148,7 @@ class Balance:
         return self._move(self.base, times, (BACK_BLOCKS, 1), least, fixed)
 
     def _further(self, each: int) -> Move | None:
-        """Return faster shares if each group of `each` blocks shows the gain."""
+        """Return faster shares if all groups of `each` blocks show the gain, or None."""
         rows, fixed, moved = self._blocks.newest(BLOCKS * each), self._fixed.best, self._shares != self.base
         times = medians(rows)
         part = FURTHER if moved else 1.0
@@ -333,7 +333,8 @@ def why_off(plan: Plan, job: Job) -> str:
 def _least(shares: Shares, microbatches: int) -> int:
     """Return the minimum number of samples of a data-parallel rank.
 
-    Microbatches of at least two samples keep two, because batch norm needs two.
+    If equal shares give every microbatch at least two samples, the minimum is two per microbatch, because batch norm
+    needs two.
     """
     return microbatches * (2 if min(shares) >= 2 * microbatches else 1)
 
@@ -353,7 +354,7 @@ class FixedCost:
     A replica with n samples takes cost × (fixed + n) seconds. `fixed` is measured in samples. If a replica's speed is
     constant, its times before and after a change of its share determine `fixed`. But the speed may have changed as
     well, and noise hides small changes. The fit therefore uses several changes, weighted by their errors, and limits
-    the influence of each.
+    the influence of each change.
 
     Args:
         most: largest expected fixed cost: the number of samples in an even share.

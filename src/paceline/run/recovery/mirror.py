@@ -180,7 +180,7 @@ class Mirror(KeptPart):
         self._coming = None
 
     def keep(self, engine: RankEngine) -> None:
-        """Do nothing: the existing copies are enough."""
+        """Do nothing, because the existing copies suffice."""
 
     def end(self) -> None:
         group, self._group = self._group, None
@@ -213,7 +213,8 @@ def _moment(boundary: Mapping[str, Any]) -> Moment:
 def partners(rank: int, hosts: Sequence[int], size: int) -> tuple[int, int]:
     """Return the rank that gets this rank's copy, and the rank that sends a copy.
 
-    Both are on other hosts if possible. In host order, their distance is the number of ranks on the largest host.
+    Both ranks are on other hosts if possible. In host order, their distance from this rank is the number of ranks on
+    the largest host.
     """
     of = hosts if len(hosts) == size else [0] * size
     order, most = sorted(range(size), key=lambda r: (of[r], r)), max(of.count(host) for host in of)

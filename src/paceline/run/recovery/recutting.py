@@ -111,7 +111,7 @@ class Recutting:
 
 
 def follows_times(plan: Plan) -> bool:
-    """Return True if a plan's pipeline cut may follow measured times.
+    """Return True if a plan's pipeline cut may change with measured times.
 
     The cut is fixed if the plan names it, if code is compiled for it, or if the sync rule keeps state on each rank.
     """

@@ -44,7 +44,7 @@ class SweepRun:
 
     @property
     def is_over(self) -> bool:
-        """True if the sweep does not run this run again; failed runs are repeated."""
+        """True if the sweep need not start this run again; failed runs are repeated."""
         return self.state in ("finished", "stopped early")
 
 

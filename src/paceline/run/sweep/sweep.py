@@ -78,7 +78,7 @@ class Sweep:
     """A sweep and its directory.
 
     The directory contains `sweep.json`, which is rewritten after every run, and the run directories. If the directory
-    belongs to the same request, or to one with fewer repeats, only missing runs are run.
+    belongs to the same request, or to a request with fewer repeats, only the missing runs start.
 
     Args:
         cluster: cluster to train on; None means this machine.
@@ -408,8 +408,8 @@ def compared(job: Job, metric: str | None, mode: Mode | None) -> tuple[str, bool
     if name not in metrics:
         raise JobError(
             "sweep.metric_not_measured",
-            "--metric {name}: the job does not measure it. {hint} Add it to metrics, and hold out samples to "
-            "measure it on.",
+            "--metric {name}: the job does not measure this metric. {hint} Add the metric to metrics, and hold out "
+            "samples to measure it on.",
             name=name,
             hint=nearest(name, [*metrics, "loss"]),
         )

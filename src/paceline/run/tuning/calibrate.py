@@ -104,7 +104,7 @@ def _on_this_machine(job: Job, host: Host, say: Say, precisions: Sequence[str], 
         return found
     if why is not None:
         say(f"{why}; measuring again")
-    if found is not None:  # keep what the cached calibration covers, and add what it lacks
+    if found is not None:  # measure both what the cached calibration covers and what it lacks
         wanted = tuple(dict.fromkeys((*wanted, *found.precisions)))
         axes = [axis for axis in AXES if axis in axes or any(a.axis == axis for a in found.points)]
     ranks = max(1, min(host.physical_cores, _MOST_RANKS))
@@ -161,7 +161,7 @@ def _this_host(cluster: Cluster | None) -> Host:
     if cluster.hosts[0].cpu != host.cpu:
         raise ClusterError(
             "calibrate.other_cpu",
-            "{cluster} has a different CPU ({cpu}) than this machine ({here}). Calibrate there.",
+            "{cluster} has a different CPU ({cpu}) than this machine ({here}). Calibrate on that machine.",
             cluster=cluster.name,
             cpu=cluster.hosts[0].cpu,
             here=host.cpu,
@@ -229,8 +229,8 @@ class LogReader:
     """Reader of another system's logs.
 
     Attributes:
-        read: function of a log file and the run's cluster that returns the run. It raises PlanError if the file is no
-            log of this system, or lacks facts about the run.
+        read: function that takes a log file and the cluster of its run, and returns the run. The function raises
+            PlanError if the file is not a log of this system, or lacks facts about the run.
     """
 
     read: Callable[[Path, Cluster | None], Row]

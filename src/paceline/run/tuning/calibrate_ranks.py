@@ -331,7 +331,7 @@ class _Passes:
 
     @contextmanager
     def under(self, precision: str, remat: str) -> Iterator[None]:
-        """Within this context, use a precision, and recompute blocks as `remat` says."""
+        """Within this context, use a precision, and recompute blocks according to `remat`."""
         undo: Callable[[], object] = lambda: None  # noqa: E731 - an Undo, as `rematerialise` returns
         if remat != "none":
             from paceline.split.remat import rematerialise

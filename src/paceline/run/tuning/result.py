@@ -42,7 +42,7 @@ class TuningResult:
         forecasts: predictions of plans to measure; the default plan is first if it has a prediction.
         share: maximum fraction of the run's duration that measuring may take.
         settings: whether to try settings as well.
-        before_s: longest possible duration of the job's earlier runs, before which nothing was measured.
+        before_s: longest possible duration of the job's earlier runs that started without a measurement.
     """
 
     default: str
@@ -63,7 +63,7 @@ class TuningResult:
 
     @property
     def measured(self) -> bool:
-        """True if a trial has measured plans; False if the plan was chosen without."""
+        """True if a trial has measured plans; False if there was no trial."""
         return bool(self.tried)
 
     def forecast_of(self, plan: str) -> Forecast | None:
