@@ -128,7 +128,7 @@ def test_every_rule_is_made_by_its_name_and_restores_its_state(name: str) -> Non
         ({"rule": "scaffold"}, {"optimizer": {"name": "adam"}}, "needs optimizer: {name: sgd} without momentum"),
         ({"rule": "scaffold"}, {"clip_norm": 1.0}, "and no clip_norm"),
         ({}, {"precision": "bf16"}, "federated clients compute only in fp32 or fp64"),
-        ({}, {"stop": {"epochs": 3}}, "A federated run counts rounds, as stop.steps"),
+        ({}, {"stop": {"epochs": 3}}, "a federated run counts rounds, not epochs"),
         ({}, {"nonfinite": "rewind"}, "always refuses updates with NaN or Inf"),
         ({"personal": ["haed.*"]}, {}, 'federate.personal: "haed.*" matches no trainable parameter'),
         ({"personal": ["*"]}, {}, "Share at least one parameter"),

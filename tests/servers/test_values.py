@@ -187,5 +187,5 @@ def test_a_changed_value_is_a_value_or_refused_and_nothing_else(value: Any, edit
 
 
 def test_only_dataclasses_are_sendable_by_their_fields() -> None:
-    with pytest.raises(TypeError, match="no dataclass"):
+    with pytest.raises(TypeError, match="not a dataclass"):
         sendable(dict)

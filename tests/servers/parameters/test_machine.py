@@ -103,7 +103,7 @@ def test_a_push_that_was_overtaken_by_the_clients_next_one_is_refused() -> None:
         (Push({"w": torch.zeros(4)}, {}, 0), "torch.float32 instead of torch.float64"),
         (Push({}, {}, 0), "sent an empty push"),
         (Push({}, {"w": (torch.tensor([0]), torch.zeros(1, dtype=torch.float64))}, 0), "rows of w, which is dense"),
-        (push([1, 2, 3, 4], read=7), "version 7, but this server is at 1"),
+        (push([1, 2, 3, 4], read=7), "version 7, but this server is only at version 1"),
         (push([1, 2, 3, 4], read=-1), "version -1"),
         (push([1, 2, 3, 4], ticket=(0, 0)), "this server gives none"),
         (Take(), "does not issue any. Set pieces"),
