@@ -8,16 +8,16 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-# The average is part of the optimizer's state, so checkpoints, peers and other plans handle it in the same way.
+# key of the average in the optimizer's state, so that checkpoints, peers and other plans treat it as such state
 AVERAGE = "ema"
 
 
 class WeightAverage:
     """Moving average of an optimizer's weights over its updates.
 
-    It begins with the first weights, and moves by `1 - decay` of the difference after each update. It is elementwise,
-    so each shard of a model has its shard of the average. A weight without updates has no stored average: its average
-    is the weight itself.
+    The average begins with the first weights. After each update, it moves towards the new weights by the fraction `1 -
+    decay` of the difference. The average is elementwise, so each shard of a model has a shard of the average. For a
+    weight without updates, no average is stored, because the average equals the weight.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, decay: float) -> None:
@@ -25,12 +25,12 @@ class WeightAverage:
         self._first: dict[Tensor, Tensor] = {}  # weights before their first update
 
     def before_update(self) -> None:
-        """Copy weights before their first update."""
+        """Copy the weights that are about to get their first update."""
         self._first = {p: p.detach().clone() for p in self._updated() if AVERAGE not in self.optimizer.state.get(p, {})}
 
     def after_update(self) -> None:
         """Move the average towards the new weights."""
-        # only now: some optimizers mistake any existing state for initialized state
+        # stored only after the update, because some optimizers mistake any existing state for initialized state
         for parameter, first in self._first.items():
             self.optimizer.state[parameter][AVERAGE] = first
         self._first = {}
@@ -41,7 +41,7 @@ class WeightAverage:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Return a context in which the parameters have the averaged weights."""
+        """Give the parameters the averaged weights inside the context."""
         self._exchange()
         try:
             yield
@@ -59,18 +59,19 @@ class WeightAverage:
 
     def _exchange(self) -> None:
         for parameter, average in self.of_parameters().items():
-            # `data` does not change the version counter, by which an interrupted step is undone
+            # assignments to `data` leave the version counter unchanged, by which changes of an interrupted step are
+            # detected
             weights = parameter.data.clone()
             parameter.data.copy_(average)
             average.copy_(weights)
 
 
 def is_average(full_name: str) -> bool:
-    """Return True if a tensor of a state is the average of a parameter."""
+    """Return True if this name in a state belongs to the average of a parameter."""
     return full_name.startswith("optimizer/") and full_name.endswith(f"/{AVERAGE}")
 
 
 def drop_average(optimizer: torch.optim.Optimizer) -> None:
-    """Forget the average of an earlier run, which is no longer updated."""
+    """Delete the average of an earlier run, which would no longer be updated."""
     for state in optimizer.state.values():
         state.pop(AVERAGE, None)

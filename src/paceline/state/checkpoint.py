@@ -1,4 +1,4 @@
-"""States of all ranks as one checkpoint, which any plan can load."""
+"""Conversion between the states of all ranks and one checkpoint that any plan can load."""
 
 from __future__ import annotations
 
@@ -33,16 +33,17 @@ if TYPE_CHECKING:
 
 
 def snapshot(engine: RankEngine, values: dict[str, Any]) -> Snapshot:
-    """Return the engine's state as named tensors and JSON values; every rank calls it.
+    """Return the engine's state as named tensors and JSON values. Every rank must call it.
 
-    Replicas with local parameters save the synchronized parameters and the first replica's optimizer state.
+    If replicas have local parameters, the snapshot has the synchronized parameters and the optimizer state of the first
+    replica.
 
     Args:
-        values: the loop's own state, saved under "loop".
+        values: state of the training loop, saved under "loop".
 
     Raises:
-        CheckpointError: the optimizer has state of a divided parameter that is neither divided like the parameter nor a
-            single number.
+        CheckpointError: optimizer state of a divided parameter is neither divided like the parameter nor a single
+            number.
     """
     share, state = ModelShare.of(engine), RankState.of(engine, values)
     shared, parts = _agreed_parameters(engine, share)
@@ -78,17 +79,18 @@ def snapshot(engine: RankEngine, values: dict[str, Any]) -> Snapshot:
 
 
 def restore(engine: RankEngine, loaded: Loaded, report: Report = lambda *_: None) -> dict[str, Any]:
-    """Load a checkpoint of any plan into the engine; return the loop's values.
+    """Load a checkpoint of any plan into the engine; return the training loop's values.
 
-    Every rank calls it. Random states, and local state of replicas with local steps, return only on the same mesh; on
-    another mesh, every data-parallel rank gets a new seed, and all ranks continue from the synchronized parameters.
+    Every rank must call this function. Random states are restored only on the mesh that saved them, and so is the local
+    state of replicas with local steps. On another mesh, every data-parallel rank gets a new seed, and all ranks
+    continue from the synchronized parameters.
 
     Args:
-        report: called with a remark for each part that is not restored.
+        report: called with a remark about each part of the state that is not restored.
 
     Raises:
-        CheckpointError: the checkpoint has another model or optimizer; the message names the differences, and nothing
-            was changed.
+        CheckpointError: the checkpoint has another model or optimizer. The message names the differences, and the
+            engine is unchanged.
     """
     share = ModelShare.of(engine)
     _check_same_model(engine, share, loaded)
@@ -98,7 +100,8 @@ def restore(engine: RankEngine, loaded: Loaded, report: Report = lambda *_: None
         loaded.shared.fill(f"model/{name}", local(parameter).detach(), share.part(name).layout)
     with torch.no_grad():
         for name, parameter in share.parameters.items():
-            if (saved := alone.get(f"{OWN}model/{name}")) is not None:  # if it differed from the synchronized one
+            # saved only if the local parameter may differ from the synchronized parameter
+            if (saved := alone.get(f"{OWN}model/{name}")) is not None:
                 local(parameter).copy_(saved)
     own = loaded.own_of(share.coordinate)
     with torch.no_grad():
@@ -121,9 +124,10 @@ def restore(engine: RankEngine, loaded: Loaded, report: Report = lambda *_: None
 
 
 def _agreed_parameters(engine: RankEngine, share: ModelShare) -> tuple[dict[str, Tensor], dict[str, Part]]:
-    """Return the synchronized parameters, and this rank's part of each.
+    """Return the synchronized parameters, and this rank's part of each parameter.
 
-    With local parameters, the parameters hold the synchronized values only temporarily, so they are copied.
+    If replicas have local parameters, the parameters have the synchronized values only inside a context. The values are
+    then copied.
     """
     shared: dict[str, Tensor] = {}
     with engine.rule.shared_parameters():
@@ -137,11 +141,11 @@ def _agreed_parameters(engine: RankEngine, share: ModelShare) -> tuple[dict[str,
 
 @dataclass
 class ModelShare:
-    """A rank's share of the model, by the names in the undivided model.
+    """A rank's share of the model, indexed by names in the undivided model.
 
     Attributes:
         parameters: tensors that the optimizer steps on.
-        parts: the part of the full parameter that each one is; None if all are whole.
+        parts: which part of the full parameter each parameter is; None if all parameters are whole.
     """
 
     parameters: Mapping[str, Tensor]
@@ -152,7 +156,7 @@ class ModelShare:
 
     @classmethod
     def of(cls, engine: RankEngine) -> ModelShare:
-        """Return the share of an engine's rank."""
+        """Return the share of the engine's rank."""
         model, mesh = engine.model, engine.split.mesh if engine.split is not None else None
         coordinate = (
             MeshCoordinate.of(mesh) if mesh is not None else MeshCoordinate.plain(engine.group.rank, engine.group.size)
@@ -165,18 +169,18 @@ class ModelShare:
         return Part(name, ShardLayout.whole(self.parameters[name].shape)) if self.parts is None else self.parts[name]
 
     def shapes(self) -> dict[str, list[int]]:
-        """Return full shapes of all parameters and buffers, by the names in a checkpoint."""
+        """Return the full shapes of all parameters and buffers, indexed by names in a checkpoint."""
         shapes = {f"model/{name}": list(self.part(name).layout.full) for name in self.parameters}
         return shapes | {f"buffer/{name}": list(buffer.shape) for name, buffer in self.buffers.items()}
 
 
 def _state_part(name: str, value: Tensor, part: Part, *, local_steps: bool) -> Part:
-    """Return the part that a rank holds of an optimizer state tensor.
+    """Return which part of an optimizer state tensor a rank holds.
 
-    It is divided like its parameter, or whole on all ranks that hold some of the parameter.
+    The tensor is divided like its parameter, or it is whole on all ranks that hold a part of the parameter.
 
     Args:
-        local_steps: True if replicas have local parameters: only one replica then saves the state.
+        local_steps: True if replicas have local parameters. Only one replica then saves the state.
     """
     sharded = part.sharded | {"dp"} if local_steps else part.sharded
     if value.shape == part.layout.shape:
@@ -197,7 +201,7 @@ def _state_part(name: str, value: Tensor, part: Part, *, local_steps: bool) -> P
 
 def _check_same_model(engine: RankEngine, share: ModelShare, loaded: Loaded) -> None:
     wanted = share.shapes()
-    if share.coordinate.sizes.get("pp", 1) > 1:  # no pipeline stage has all names
+    if share.coordinate.sizes.get("pp", 1) > 1:  # no pipeline stage knows all names
         wanted = {name: shape for shapes in engine.group.gather_json(wanted) for name, shape in shapes.items()}
     saved = {name: entry.shape for name, entry in loaded.shared.entries.items() if name.startswith("model/")}
     saved |= {
@@ -231,17 +235,17 @@ def _bare(name: str) -> str:
 def _optimizer_state(
     share: ModelShare, optimizer: torch.optim.Optimizer, loaded: Loaded, alone: Mapping[str, dict[str, Tensor]] | None
 ) -> dict[str, Any]:
-    """Return this rank's part of the saved state, for the optimizer's `load_state_dict`.
+    """Return this rank's part of the saved optimizer state, for `load_state_dict`.
 
     Args:
-        alone: this rank's own state by parameter; None if the shared state belongs to every rank.
+        alone: local optimizer state of this rank, indexed by parameter name. None to use the shared state.
     """
     groups, saved_groups = optimizer.param_groups, loaded.values["optimizer"]["groups"]
     if len(saved_groups) != len(groups):
         raise CheckpointError(
             "checkpoint.groups_differ",
-            "the checkpoint of step {step} has {saved} groups of parameters in its optimizer, but this optimizer "
-            "has {here}",
+            "the optimizer in the checkpoint of step {step} has {saved} parameter groups, but this "
+            "optimizer has {here}",
             step=loaded.step,
             saved=len(saved_groups),
             here=len(groups),
@@ -251,7 +255,7 @@ def _optimizer_state(
     for full_name in loaded.shared:
         name, key = parameter_and_key(full_name)
         if not full_name.startswith("optimizer/") or name not in share.parameters:
-            continue  # a model tensor, or state of another pipeline stage
+            continue  # this is a tensor of the model, or state of another pipeline stage
         if id(share.parameters[name]) not in held:
             raise CheckpointError(
                 "checkpoint.state_unknown",
@@ -270,9 +274,9 @@ def _optimizer_state(
 
 
 def _read_state(full_name: str, parameter: Tensor, part: Part, loaded: Loaded) -> Tensor:
-    """Read this rank's part of a parameter's optimizer state, with the parameter's strides.
+    """Read this rank's part of a parameter's optimizer state.
 
-    State that is not divided is returned whole.
+    State of the parameter's shape gets the strides of the parameter. Other state is read whole.
     """
     entry = loaded.shared.entries[full_name]
     if entry.shape and tuple(entry.shape) == part.layout.full:
@@ -297,7 +301,7 @@ def _read_state(full_name: str, parameter: Tensor, part: Part, loaded: Loaded) -
 def _own_tensors(
     engine: RankEngine, loaded: Loaded, parameters: Mapping[str, Tensor], mesh: dict[str, int]
 ) -> dict[str, Tensor]:
-    """Return this rank's tensors from the snapshot; empty if rule, mesh or parameters differ."""
+    """Return the saved tensors of this rank alone, if sync rule, mesh and parameters match."""
     rank = engine.group.rank
     if (
         _other_rule(engine, loaded)
@@ -309,7 +313,10 @@ def _own_tensors(
 
 
 def _restore_rule(engine: RankEngine, loaded: Loaded, own: Mapping[str, Tensor]) -> list[str]:
-    """Restore the rule's state, after the parameters; return a sentence per part not restored."""
+    """Restore the state of the sync rule. Return a remark if local state is not restored.
+
+    The parameters must already be restored.
+    """
     other = _other_rule(engine, loaded)
     values = {} if other else loaded.values["rule"]
     engine.rule.load_state_dict(
@@ -328,7 +335,7 @@ def _restore_rule(engine: RankEngine, loaded: Loaded, own: Mapping[str, Tensor])
 
 
 def _own_optimizer(own: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]] | None:
-    """Return this rank's local optimizer state by parameter name; None if none was saved."""
+    """Return this rank's local optimizer state by parameter name, or None if none was saved."""
     if not any(name.startswith(OWN) for name in own):
         return None
     found: dict[str, dict[str, Tensor]] = {}

@@ -1,16 +1,17 @@
-"""A checkpoint on disk: a folder of shards and a manifest that describes them.
+"""Format of a checkpoint on disk: a folder with shards and a manifest.
 
     checkpoints/step-00000100/rank-0.safetensors
                               rank-1.safetensors
                               manifest.json       format, step, mesh, values; each shard's size and SHA-256;
                                                   each tensor's pieces
 
-A tensor has the name, type and shape of the undivided model. Its pieces are blocks of it, each in the file of one rank.
-So only the number and size of the pieces depend on the plan that wrote the checkpoint.
+A tensor has the name, type and shape that it has in the undivided model. A tensor is divided into pieces, and each
+piece is a block in the file of one rank. Therefore only the number and size of the pieces depend on the plan that wrote
+the checkpoint.
 
-During writing, the folder is called `.step-00000100.partial`. Each rank writes its shard and then its receipt; the
-manifest comes last. `step-00000100.replaced` is an older checkpoint of a step that was trained again; it is kept until
-the new one has its final name.
+While the checkpoint is written, the folder is called `.step-00000100.partial`. Each rank first writes its shard and
+then its receipt. The manifest is written last. If a step is trained again, the older checkpoint of this step is called
+`step-00000100.replaced` until the new checkpoint has its final name.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ MANIFEST = "manifest.json"
 PARTIAL = ".step-*.partial"
 REPLACED = ".replaced"
 
-_MOST_BYTES = 2**30  # maximum size of a manifest
+_MOST_BYTES = 2**30  # largest size of a manifest in bytes
 _NAME = re.compile(r"step-(\d{8,})(\.replaced)?")
 _CANONICAL: dict[str, Any] = {"sort_keys": True, "separators": (",", ":")}
 
@@ -45,9 +46,9 @@ class TensorPiece(_Entry):
     """A block of a full tensor, stored in one rank's shard.
 
     Attributes:
-        shard: rank whose shard holds it.
-        key: name of the piece in that file.
-        offset: index of its first element in the full tensor.
+        shard: rank whose shard contains the piece.
+        key: name of the piece in the file of the shard.
+        offset: index, in the full tensor, of the first element of the piece.
         shape: size of the piece along every dimension.
     """
 
@@ -58,7 +59,7 @@ class TensorPiece(_Entry):
 
 
 class TensorEntry(_Entry):
-    """A full tensor: dtype (safetensors' code), shape, and its pieces."""
+    """Full tensor: its dtype (as a safetensors code), shape and pieces."""
 
     dtype: str
     shape: list[int]
@@ -66,14 +67,14 @@ class TensorEntry(_Entry):
 
 
 class OwnEntry(_Entry):
-    """A tensor of one rank alone, in that rank's shard under its own name."""
+    """Tensor that only one rank holds. It has the same name in the shard of this rank."""
 
     dtype: str
     shape: list[int]
 
 
 class ShardEntry(_Entry):
-    """One rank's file: its size and digest, data-parallel rank, and rank-local content."""
+    """File of one rank: its size, digest, data-parallel rank and rank-local content."""
 
     bytes: int
     sha256: str
@@ -83,9 +84,9 @@ class ShardEntry(_Entry):
 
 
 class Receipt(_Entry):
-    """One rank's record of its finished shard: the file and the tensor pieces in it.
+    """Record that a rank writes when its shard is complete. It lists the file and its pieces.
 
-    `tensors` lists every tensor that the rank holds, with only the pieces that it wrote itself.
+    `tensors` lists every tensor that the rank holds, but only the pieces that the rank has written itself.
     """
 
     shard: ShardEntry
@@ -94,12 +95,12 @@ class Receipt(_Entry):
 
 
 class Manifest(_Entry):
-    """Description of a whole checkpoint; `shards` are in rank order."""
+    """Description of a whole checkpoint. The entries of `shards` are in rank order."""
 
     format: Literal[2] = 2
     step: int
     world: int
-    mesh: dict[str, int]  # ranks along each axis that had more than one
+    mesh: dict[str, int]  # number of ranks along each mesh axis that had more than one rank
     data_ranks: int = Field(alias="readers")
     shards: list[ShardEntry]
     tensors: dict[str, TensorEntry]  # the shared tensors
@@ -107,7 +108,7 @@ class Manifest(_Entry):
     values: dict[str, Any]
 
     def write(self, folder: Path) -> None:
-        """Write the manifest into `folder`, durably, with a SHA-256 of its own content."""
+        """Write the manifest to `folder` durably, with a SHA-256 digest of its content."""
         content = self.model_dump()
         write_durably(folder / MANIFEST, {**content, "sha256": _digest(content)})
 
@@ -129,13 +130,13 @@ class Manifest(_Entry):
         except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
             raise CheckpointError(
                 "checkpoint.manifest_damaged",
-                "{path} is not a checkpoint's manifest: it is truncated or damaged",
+                "{path} is not the manifest of a checkpoint: the file is truncated or damaged",
                 path=path,
             ) from error
         if claimed != _digest(content):
             raise CheckpointError(
                 "checkpoint.manifest_altered",
-                "{path} was altered: its content does not match the SHA-256 in it",
+                "{path} was altered: its content does not match the SHA-256 digest in the file",
                 path=path,
             )
         if content.get("format") == 1:
@@ -173,14 +174,14 @@ def shard_name(rank: int) -> str:
 
 
 def receipt_name(rank: int) -> str:
-    """Return the name of the file that reports a rank's shard or error."""
+    """Return the file name of a rank's receipt, which reports its shard or its error."""
     return f"rank-{rank}.receipt.json"
 
 
 def checkpoints(folder: Path) -> list[tuple[int, Path]]:
-    """List (step, path) of all checkpoints in a folder, whole or damaged, oldest first.
+    """List (step, path) of all checkpoints in a folder, oldest first. Damaged checkpoints are included.
 
-    A replaced checkpoint counts as older than its successor.
+    A replaced checkpoint comes before the new checkpoint of the same step.
     """
     found = [(match, path) for path in folder.glob("step-*") if (match := _NAME.fullmatch(path.name)) and path.is_dir()]
     found.sort(key=lambda entry: (int(entry[0][1]), entry[0][2] is None))
@@ -188,10 +189,10 @@ def checkpoints(folder: Path) -> list[tuple[int, Path]]:
 
 
 def plain(values: Mapping[str, Any], what: str) -> dict[str, Any]:
-    """Copy `values` as JSON returns it (tuples become lists; NaN and infinities are kept).
+    """Copy `values` through JSON, which turns tuples into lists and keeps NaN and infinities.
 
     Raises:
-        CheckpointError: a part is not JSON.
+        CheckpointError: a value cannot be represented in JSON.
     """
     try:
         copy: dict[str, Any] = json.loads(json.dumps(values))
@@ -199,8 +200,8 @@ def plain(values: Mapping[str, Any], what: str) -> dict[str, Any]:
         bad = [key for key, value in values.items() if not _is_json(value)]
         raise CheckpointError(
             "checkpoint.not_json",
-            "{what} {names} cannot be saved: {error}. Use numbers, text, lists and dicts here, and pass tensors "
-            "among the tensors.",
+            "{what} {names} cannot be saved: {error}. Values may contain only numbers, text, lists and "
+            "dicts. Save tensors as tensors of the snapshot instead.",
             what=what,
             names=list(bad),
             error=error,
@@ -209,13 +210,13 @@ def plain(values: Mapping[str, Any], what: str) -> dict[str, Any]:
 
 
 def write_durably(path: Path, content: object) -> None:
-    """Write JSON so that a crash leaves either nothing or everything."""
-    # Not json.dump, whose pure-Python encoder would hold the GIL for long.
+    """Write a JSON file. After a crash, the file is either complete or does not exist."""
+    # json.dump is not used, because its pure-Python encoder would hold the GIL for a long time.
     write_whole(path, json.dumps(content, **_CANONICAL), durable=True)
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
-    """Read the content of a file from `write_durably`; None if it does not exist yet."""
+    """Read a file from `write_durably`, or return None if the file does not exist yet."""
     try:
         content: dict[str, Any] = json.loads(path.read_bytes())
     except FileNotFoundError:
@@ -224,7 +225,7 @@ def read_json(path: Path) -> dict[str, Any] | None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Flush a folder's directory entries to disk."""
+    """Flush the directory entries of a folder to disk."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)

@@ -1,7 +1,7 @@
-"""State of one rank: its content, and copies in memory.
+"""State of one rank: its content, and its copies in memory.
 
-A state is copied to the rank's own memory (`RankState.copied`), received from a peer (`RankState.empty`) or divided
-into the files of a checkpoint (`checkpoint.py`).
+A state can be copied to the rank's own memory (`RankState.copied`), received from a peer (`RankState.empty`) or saved
+in a checkpoint (`checkpoint.py`).
 """
 
 from __future__ import annotations
@@ -26,23 +26,25 @@ from paceline.state.shard import CODES, DTYPES
 if TYPE_CHECKING:
     from paceline.engine.engine import RankEngine
 
-_ALIGNED = 16  # bytes
-_HOW_TO_STEP = ("params", "fused", "foreach")  # settings of an optimizer that belong to the current plan
+_ALIGNED = 16  # alignment of tensors in a memory block, in bytes
+# settings of an optimizer that depend on the current plan and are not restored
+_HOW_TO_STEP = ("params", "fused", "foreach")
 
-Shapes = Mapping[str, tuple[str, Sequence[int]]]  # dtype and shape of each tensor, by its name
+Shapes = Mapping[str, tuple[str, Sequence[int]]]  # dtype and shape of each tensor, indexed by name
 
 
 @dataclass
 class RankState:
     """Tensors and values of one rank at a step boundary.
 
-    It contains only the rank's own tensors; no method communicates with other ranks. To return to a step, all ranks
-    restore states of that step. With a local rule, the parameters are the replica's own.
+    The state contains only the rank's own tensors, and no method communicates with other ranks. To return to a step,
+    all ranks must restore states of the same step. If the sync rule has local steps, the parameters are those of the
+    rank's own replica.
 
     Attributes:
         step: number of optimizer steps taken.
         tensors: named `model/<fqn>`, `optimizer/<fqn>/<key>`, `buffer/<fqn>`, `rng/torch`, `sync/<key>`.
-        values: JSON.
+        values: all other state, as JSON values.
         memory: memory block that contains all tensors; None if each tensor has its own memory.
     """
 
@@ -55,10 +57,10 @@ class RankState:
     def of(cls, engine: RankEngine, loop: Mapping[str, Any] | None = None) -> RankState:
         """Collect the state of an engine between two steps.
 
-        Its tensors are the engine's own, not copies.
+        The tensors are the tensors of the engine, not copies.
 
         Args:
-            loop: the loop's own state as JSON; `restore` returns it.
+            loop: state of the training loop as JSON values, which `restore` returns.
         """
         parameters = engine.named_parameters()
         tensors = {f"model/{name}": local(parameter).detach() for name, parameter in parameters.items()}
@@ -93,8 +95,8 @@ class RankState:
         """Copy the state to memory on the CPU.
 
         Args:
-            reuse: an older copy that is no longer needed; its memory is overwritten if it fits.
-            in_one_piece: whether to put all tensors into one memory block, which can be sent to a peer.
+            reuse: older copy that is no longer needed. If the memory of this copy fits, it is overwritten.
+            in_one_piece: True to copy all tensors into one memory block, which can be sent to a peer.
         """
         values = plain(self.values, "values")
         memory = None
@@ -109,31 +111,32 @@ class RankState:
 
     @classmethod
     def empty(cls, header: Mapping[str, Any], memory: Tensor | None = None) -> RankState:
-        """Allocate memory for the state that a peer's header describes, as one block.
+        """Allocate one memory block for the state that a peer's header describes.
 
         Args:
-            memory: memory to use again if it has the right size.
+            memory: memory block to reuse if it has the right size.
         """
         tensors, memory = _in_one_piece(header["shapes"], memory)
         return cls(header["step"], tensors, header["values"], memory)
 
     @property
     def header(self) -> dict[str, Any]:
-        """Return everything except the contents of the tensors, as JSON."""
+        """Everything except the contents of the tensors, as JSON values."""
         return {"step": self.step, "values": self.values, "shapes": self.shapes}
 
     @property
     def shapes(self) -> Shapes:
-        """Return type and shape of each tensor."""
+        """Type and shape of each tensor."""
         return {name: (CODES[tensor.dtype], list(tensor.shape)) for name, tensor in self.tensors.items()}
 
     def restore(self, engine: RankEngine) -> dict[str, Any]:
-        """Load the state into an engine; return the loop's values.
+        """Load the state into an engine; return the training loop's values.
 
-        The engine must hold the same part of the same model as the engine of the state.
+        The engine must hold the same part of the same model as the engine whose state this is.
 
         Raises:
-            CheckpointError: the engine holds other tensors; the message names one, and nothing was changed.
+            CheckpointError: the tensors of the engine differ. The message names one of them, and the engine is
+                unchanged.
         """
         parameters, values = engine.named_parameters(), self.values
         targets = {f"model/{name}": local(parameter).detach() for name, parameter in parameters.items()}
@@ -159,8 +162,8 @@ class RankState:
             if shapes.get(name) != wanted.get(name):
                 raise CheckpointError(
                     "recovery.state_of_other_model",
-                    "the state of step {step} in memory belongs to another model: it has {name} as {held}, but "
-                    "this rank has it as {here}",
+                    "the state of step {step} in memory belongs to another model: it has {held} as the shape of "
+                    "{name}, but this rank has {here}",
                     step=self.step,
                     name=name,
                     held=shapes.get(name, "nothing"),
@@ -169,8 +172,8 @@ class RankState:
         if len(self.values["groups"]) != groups:
             raise CheckpointError(
                 "recovery.groups_differ",
-                "the state of step {step} in memory has {held} groups of parameters in its optimizer, but this "
-                "optimizer has {here}",
+                "the optimizer state of step {step} in memory has {held} parameter groups, but this optimizer "
+                "has {here}",
                 step=self.step,
                 held=len(self.values["groups"]),
                 here=groups,
@@ -188,25 +191,25 @@ class RankState:
 
 
 def state_bytes(engine: RankEngine) -> int:
-    """Return the bytes of this rank's weights, buffers and optimizer state in a copy."""
+    """Return the size in bytes of this rank's weights, buffers and optimizer state."""
     tensors = RankState.of(engine).tensors
     return sum(t.nbytes for name, t in tensors.items() if name.startswith(("model/", "buffer/", "optimizer/")))
 
 
 def persistent_buffers(engine: RankEngine) -> dict[str, Tensor]:
-    """Return the buffers that a state holds, by the names in the undivided model."""
+    """Return the buffers that belong to a state, indexed by names in the undivided model."""
     persistent = {id(t) for t in (*engine.model.state_dict(keep_vars=True).values(), *engine.extra.values())}
     return {name: buffer for name, buffer in engine.named_buffers().items() if id(buffer) in persistent}
 
 
 def parameter_and_key(full_name: str) -> tuple[str, str]:
-    """Split the name `optimizer/<fqn>/<key>` of a tensor into parameter and key."""
+    """Split a name `optimizer/<fqn>/<key>` into the parameter's name and the key."""
     name, _, key = full_name.removeprefix("optimizer/").rpartition("/")
     return name, key
 
 
 def in_order_of(parameter: Tensor, value: Tensor) -> Tensor:
-    """Copy optimizer state with the strides of its parameter, as fused steps require."""
+    """Copy optimizer state, with the strides of its parameter that fused steps require."""
     kept = torch.empty_like(parameter, dtype=value.dtype) if value.shape == parameter.shape else torch.empty_like(value)
     return kept.copy_(value)
 
@@ -220,8 +223,9 @@ def optimizer_state(
     """Build the argument of an optimizer's `load_state_dict`.
 
     Args:
-        state: saved state of each parameter, by its name; names that the optimizer does not hold are skipped.
-        groups: saved settings of each group of parameters.
+        state: saved state of each parameter, indexed by parameter name. Names that the optimizer does not have are
+            skipped.
+        groups: saved settings of each parameter group.
     """
     names = {parameter: name for name, parameter in parameters.items()}
     numbers = {names.get(p): i for i, p in enumerate(p for g in optimizer.param_groups for p in g["params"])}
@@ -232,7 +236,7 @@ def optimizer_state(
 
 
 def restore_counters(engine: RankEngine, step: int, values: Mapping[str, Any]) -> None:
-    """Restore step, data position, last losses, loss scale and items per sample."""
+    """Restore the step, data position, last losses, loss scale and items per sample."""
     engine.step_count = step
     engine.compute.normalization.items_per_sample = values["items_per_sample"]
     if engine.guard.spikes is not None:
@@ -248,7 +252,7 @@ def _room_for(value: Tensor, memory: Tensor | None) -> Tensor:
 
 
 def _in_one_piece(shapes: Shapes, memory: Tensor | None) -> tuple[dict[str, Tensor], Tensor]:
-    """Return tensors in one memory block, which is `memory` if its size fits."""
+    """Return tensors in one memory block, which is `memory` if the size matches."""
     size = sum(_padded(dtype, shape) for dtype, shape in shapes.values())
     if memory is None or len(memory) != size:
         memory = torch.empty(size, dtype=torch.uint8)
@@ -272,7 +276,7 @@ def _random_name(device: torch.device) -> str:
 
 
 def random_tensors(device: torch.device) -> dict[str, Tensor]:
-    """Return this rank's random states of torch, by the names in a checkpoint."""
+    """Return the states of this rank's torch generators, indexed by names in a checkpoint."""
     tensors = {"rng/torch": torch.get_rng_state()}
     if is_accelerator(device):
         tensors[_random_name(device)] = random_state(device)
@@ -280,7 +284,7 @@ def random_tensors(device: torch.device) -> dict[str, Tensor]:
 
 
 def python_state() -> list[Any]:
-    """Return the state of `random` as JSON values."""
+    """Return the state of Python's `random` module as JSON values."""
     version, numbers, gauss = random.getstate()
     return [version, list(numbers), gauss]
 
@@ -292,8 +296,8 @@ def numpy_state() -> list[Any]:
 
 
 def restore_random(device: torch.device, own: Mapping[str, Tensor], own_values: Mapping[str, Any]) -> list[str]:
-    """Restore this rank's random states; return remarks about states that are not restored."""
-    # a copy, because torch reads from the start of a view's memory
+    """Restore this rank's random generators; return remarks about states that are not restored."""
+    # copied, because torch ignores the offset of a view and reads from the start of its memory
     torch.set_rng_state(own["rng/torch"].clone())
     version, numbers, gauss = own_values["python"]
     random.setstate((version, tuple(numbers), gauss))

@@ -1,4 +1,4 @@
-"""Loading of a checkpoint: the newest whole one, fully checked; each rank reads its part."""
+"""Loading of checkpoints, whose files are checked first. Each rank reads its part."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from paceline.state.manifest import (
 )
 from paceline.state.shard import DTYPES, MeshCoordinate, assign_writers, uncovered
 
-# prefixes of data that belongs to a single rank: its rule's tensors, and its replica's
+# prefixes of the names of tensors that belong to a single rank: tensors of its sync rule, and of its replica
 SYNC, OWN = "sync/", "own/"
 
 NEWEST, BEST = "newest", "best"
@@ -38,14 +38,14 @@ Gather = Callable[[Any], list[Any]]
 
 
 class TensorPieces(Mapping[str, Tensor]):
-    """Full tensors stored in pieces in safetensors files, as a read-only mapping.
+    """Read-only mapping of full tensors whose pieces are in safetensors files.
 
-    Indexing assembles a whole tensor in new memory; `fill` reads a part. The files are mapped into memory: only the
-    requested pages are read, and they are not kept.
+    Indexing assembles a whole tensor in new memory, and `fill` reads a part of a tensor. The files are mapped into
+    memory, so that only the requested pages are read.
 
     Args:
         entries: dtype, shape and pieces of every tensor.
-        files: the files, indexed by `TensorPiece.shard`.
+        files: paths of the files, indexed by `TensorPiece.shard`.
     """
 
     def __init__(self, entries: Mapping[str, TensorEntry], files: Sequence[Path]) -> None:
@@ -65,13 +65,13 @@ class TensorPieces(Mapping[str, Tensor]):
         return len(self.entries)
 
     def fill(self, name: str, own: Tensor, layout: ShardLayout | None = None) -> None:
-        """Read a rank's part of a tensor into `own`, converting dtype and device.
+        """Read a rank's part of a tensor into `own`, and convert the dtype and device.
 
         Args:
-            layout: the part that `own` holds; None means the whole tensor.
+            layout: which part of the tensor `own` is; None for the whole tensor.
 
         Raises:
-            CheckpointError: a file cannot be read, or its pieces do not cover the part.
+            CheckpointError: a file cannot be read, or the pieces do not cover the requested part.
         """
         layout = layout or ShardLayout.whole(own.shape)
         filled = 0
@@ -98,7 +98,7 @@ class TensorPieces(Mapping[str, Tensor]):
             )
 
     def _stored(self, piece: TensorPiece) -> Tensor:
-        """Return a piece as a memory-mapped tensor: only the accessed bytes are read."""
+        """Return a piece as a memory-mapped tensor, of which only accessed bytes are read."""
         path = self.files[piece.shard]
         try:
             if piece.shard not in self._opened:
@@ -112,20 +112,20 @@ class TensorPieces(Mapping[str, Tensor]):
 
     @property
     def where(self) -> Path:
-        """The file, or the folder of the files."""
+        """Path of the only file, or of the folder that contains the files."""
         return self.files[0].parent if len(self.files) != 1 else self.files[0]
 
 
 class Loaded:
-    """A checkpoint with checked files, whose tensors are read on access.
+    """Checkpoint whose files are checked, and whose tensors are read on access.
 
-    Step, mesh, values and similar attributes come from the manifest.
+    The other attributes, such as `step`, `mesh` and `values`, come from the manifest.
 
     Attributes:
         path: folder of the checkpoint.
         shared: tensors of the undivided model and its optimizer.
         own_values: each rank's own values, in the order of the ranks that wrote the checkpoint.
-        coordinate: coordinate of the reading rank, unless another one is given to `own_of`.
+        coordinate: mesh coordinate of the rank that reads the checkpoint.
     """
 
     def __init__(self, path: Path, manifest: Manifest, coordinate: MeshCoordinate) -> None:
@@ -138,15 +138,16 @@ class Loaded:
 
     @cached_property
     def own(self) -> dict[str, Tensor]:
-        """Return buffers and random states for a rank that holds the whole model."""
+        """Buffers and random states for the rank at `self.coordinate`."""
         return self.own_of(self.coordinate)
 
     def own_of(self, coordinate: MeshCoordinate) -> dict[str, Tensor]:
         """Return buffers and random states for the rank at `coordinate`.
 
-        On the mesh that saved them, each rank gets its own. On another mesh, a rank gets those of the rank with the
-        same data-parallel rank. If the number of data-parallel ranks differs, it gets those of the first one, with the
-        floating-point buffers of an evaluation (`averaged_buffers`). Each rank gets the buffers of its pipeline stage.
+        On the mesh that saved the checkpoint, each rank gets its own buffers and random states. On another mesh, a rank
+        gets the state of the rank that had the same data-parallel rank. If the number of data-parallel ranks differs,
+        every rank gets the state of the first data-parallel rank, but with averaged floating-point buffers
+        (`averaged_buffers`). The result may also contain buffers of other pipeline stages.
         """
         own = dict(TensorPieces(self.own_entries(coordinate), self.shared.files))
         if self.data_ranks != coordinate.data_ranks:
@@ -154,7 +155,7 @@ class Loaded:
         return own
 
     def averaged_buffers(self) -> dict[str, Tensor]:
-        """Return floating-point buffers averaged over the data-parallel ranks, as evaluations use them."""
+        """Return the floating-point buffers averaged over the data-parallel ranks, as in an evaluation."""
         found: dict[str, dict[int, TensorEntry]] = {}
         for rank, shard in enumerate(self.shards):
             for name, entry in self._entries_of(rank):
@@ -170,11 +171,12 @@ class Loaded:
         return averaged
 
     def own_entries(self, coordinate: MeshCoordinate) -> dict[str, TensorEntry]:
-        """Return the entries of the tensors from `own_of`: dtypes, shapes and shards."""
+        """Return the dtypes, shapes and shards of the tensors that `own_of` returns."""
         data_rank = coordinate.data_rank if self.data_ranks == coordinate.data_ranks else 0
         chosen = [rank for rank, shard in enumerate(self.shards) if shard.data_rank == data_rank]
         if self.mesh == coordinate.sizes:
-            # the other ranks only for tensors of other stages: the model may be cut differently now
+            # the rank itself takes precedence; tensors of other stages come from other ranks, because the cut may have
+            # changed
             chosen.insert(0, coordinate.rank)
         entries: dict[str, TensorEntry] = {}
         for rank in reversed(chosen):
@@ -182,9 +184,9 @@ class Loaded:
         return entries
 
     def of_rank(self, rank: int) -> dict[str, Tensor]:
-        """Return tensors that only one rank can use: its rule's and its own replica's.
+        """Return the tensors that belong only to a rank's sync rule and replica.
 
-        The replica's tensors exist only if replicas trained local parameters.
+        Tensors of the replica exist only if replicas had local parameters.
         """
         entries = {name: entry for name, entry in self._entries_of(rank) if name.startswith((SYNC, OWN))}
         return dict(TensorPieces(entries, self.shared.files))
@@ -204,18 +206,18 @@ def load_latest(
     gather: Gather | None = None,
     fetch: Callable[[Path], None] = lambda _: None,
 ) -> Loaded | None:
-    """Load the newest whole checkpoint in `folder`; None if there is none.
+    """Load the newest whole checkpoint in `folder`, or return None if there are no checkpoints.
 
-    Damaged ones are skipped, each after `report("checkpoint_damaged", {"path": …, "reason": …})`.
+    Each damaged checkpoint is reported with `report("checkpoint_damaged", {"path": …, "reason": …})` and skipped.
 
     Args:
-        gather: function that gathers a value of every rank on all ranks (`Group.gather_json`). With it, every rank
-            checks its share of the files, and all ranks use the same checkpoint, which is read from disk once. Without
-            it, this rank checks every file alone.
-        fetch: called with a checkpoint before it is read, to copy it to this host.
+        gather: function that gathers a value of every rank on all ranks (`Group.gather_json`). If given, every rank
+            checks its share of the files, so that each file is checked only once, and all ranks use the same
+            checkpoint. If None, this rank checks all files alone.
+        fetch: function that copies a checkpoint to this host, called with the path before the checkpoint is read.
 
     Raises:
-        CheckpointError: there are checkpoints, but none is whole.
+        CheckpointError: all checkpoints in the folder are damaged.
     """
     names = [path.name for _, path in reversed(checkpoints(folder))]
     reasons: list[str] = []
@@ -248,23 +250,24 @@ def load(path: Path, rank: int, world: int) -> Loaded:
     """Load the checkpoint at `path` for `rank` of `world`, and check every file.
 
     Raises:
-        CheckpointError: a part is missing, truncated or altered; the message names the file.
+        CheckpointError: a file is missing, truncated or altered. The message names the file.
     """
     manifest = Manifest.read(path)
     return _checked(path, manifest, range(len(manifest.shards)), MeshCoordinate.plain(rank, world))
 
 
 def chosen_checkpoint(run_or_folder: Path, which: str = NEWEST) -> Loaded:
-    """Open a checkpoint of a run, whose files are checked.
+    """Load a checkpoint of a run, and check its files.
 
     Args:
-        run_or_folder: a run directory, its `checkpoints/`, or one checkpoint; `which` has no effect on a single
-            checkpoint.
-        which: `newest` (whole, with a warning for damaged ones), `best` (of the job's `checkpoint.best`), or a step.
+        run_or_folder: run directory, its folder `checkpoints/`, or the folder of one checkpoint. For one checkpoint,
+            `which` has no effect.
+        which: `newest` for the newest whole checkpoint, `best` for the best by the job's `checkpoint.best`, or the
+            number of a step. `newest` warns of each damaged checkpoint.
 
     Raises:
         RunError: there is no such checkpoint.
-        CheckpointError: it is not whole.
+        CheckpointError: the checkpoint is not whole.
     """
     if (run_or_folder / MANIFEST).exists():
         return load(run_or_folder, rank=0, world=1)
@@ -332,7 +335,7 @@ def chosen_checkpoint(run_or_folder: Path, which: str = NEWEST) -> Loaded:
 
 
 def best_step(values: Mapping[str, Any]) -> int | None:
-    """Step of the best evaluation by the values of a checkpoint; None without one."""
+    """Return the step of the best evaluation, according to a checkpoint's values, or None."""
     best = ((values.get("loop") or {}).get("stop") or {}).get("best")
     return None if best is None or best["value"] is None else int(best["step"])
 
@@ -345,7 +348,7 @@ def _share(manifest: Manifest, rank: int, world: int) -> list[int]:
 def _checked(path: Path, manifest: Manifest, share: Sequence[int], coordinate: MeshCoordinate) -> Loaded:
     if wrong := next(_contradictions(manifest), None):
         raise CheckpointError(
-            "checkpoint.contradictory", "{path} contradicts itself: {wrong}", path=path / MANIFEST, wrong=wrong
+            "checkpoint.contradictory", "{path} is inconsistent: {wrong}", path=path / MANIFEST, wrong=wrong
         )
     expected: dict[int, dict[str, tuple[str, list[int]]]] = {
         rank: {name: (entry.dtype, entry.shape) for name, entry in manifest.shards[rank].own.items()} for rank in share
@@ -361,7 +364,7 @@ def _checked(path: Path, manifest: Manifest, share: Sequence[int], coordinate: M
 
 
 def _contradictions(manifest: Manifest) -> Iterator[str]:
-    """Contradictions in a manifest; loading would fill tensors in part, twice or never."""
+    """Yield the contradictions in a manifest, which would leave tensors incomplete or overwritten."""
     shards = len(manifest.shards)
     if (
         manifest.step < 0
@@ -418,14 +421,14 @@ def _check(path: Path, entry: ShardEntry, expected: Mapping[str, tuple[str, list
         if digest != entry.sha256:
             raise CheckpointError(
                 "checkpoint.altered",
-                "{path} was altered or damaged: its SHA-256 differs from the one in the manifest",
+                "{path} was altered or damaged: its SHA-256 digest differs from the digest in the manifest",
                 path=path,
             )
         with safe_open(path, framework="pt") as opened:
             if missing := expected.keys() - set(opened.keys()):
                 raise CheckpointError(
                     "checkpoint.tensor_missing",
-                    "{path} names {name}, but {shard} does not contain it",
+                    "{path} lists the tensor {name}, but {shard} does not contain this tensor",
                     path=path.parent / MANIFEST,
                     name=sorted(missing)[0],
                     shard=path.name,
@@ -435,7 +438,7 @@ def _check(path: Path, entry: ShardEntry, expected: Mapping[str, tuple[str, list
                 if (stored.get_dtype(), stored.get_shape()) != said:
                     raise CheckpointError(
                         "checkpoint.tensor_differs",
-                        "{path}: {name} is {dtype} {shape}, but the manifest says {expected}",
+                        "{path}: the tensor {name} is {dtype} {shape}, but the manifest lists it as {expected}",
                         path=path,
                         name=key,
                         dtype=stored.get_dtype(),
@@ -451,9 +454,9 @@ def _check(path: Path, entry: ShardEntry, expected: Mapping[str, tuple[str, list
 
 
 def _overlap(begin: Sequence[int], shape: Sequence[int], piece: TensorPiece) -> tuple[list[int], list[int]] | None:
-    """The overlap of a block and a piece as (first element, shape); None if empty.
+    """Return the overlap of a block and a piece as (first element, shape), or None.
 
-    Both are given in the full tensor's coordinates.
+    The first elements are coordinates in the full tensor.
     """
     low = [max(a, b) for a, b in zip(begin, piece.offset, strict=True)]
     high = [min(a + n, b + m) for a, n, b, m in zip(begin, shape, piece.offset, piece.shape, strict=True)]

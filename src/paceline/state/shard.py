@@ -1,13 +1,13 @@
-"""One rank's file of a checkpoint: assignment of pieces to ranks, and the writing.
+"""Shards of a checkpoint: which pieces each rank writes, and how its file is written.
 
-Every rank computes the same assignment without communication. Ranks that differ only along mesh axes that a tensor is
-not divided along hold the same piece of it; they distribute such tensors among themselves. `merge` checks that all
-pieces together make up every tensor.
+Every rank computes the same assignment without communication. If a tensor is not divided along a mesh axis, the ranks
+along this axis hold the same piece of the tensor. These ranks distribute such tensors among themselves, so that each
+piece is written once. `merge` checks that all pieces together form every tensor.
 
-The copy into the staging buffer runs while training goes on; writing and SHA-256 share one pass over it. The file is
-in the safetensors format: 8 bytes of header length, a JSON header, the tensors' bytes. The safetensors package would
-serialise the whole file in memory and write it in one call. Streaming the staging buffer in pieces needs no second copy
-and never holds the GIL for long.
+Tensors are copied into a staging buffer while training continues. One pass over the buffer both writes the file and
+computes its SHA-256 digest. The file has the safetensors format: 8 bytes with the length of the header, a JSON header,
+and the bytes of the tensors. The safetensors package would serialize the whole file in memory, and write it in one
+call. Writing the staging buffer in pieces needs no second copy, and never holds the GIL for a long time.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from paceline.split.layout import Box, Part, ShardLayout
 from paceline.split.mesh import Mesh
 from paceline.state.manifest import Receipt, TensorEntry, TensorPiece
 
-# bytes hashed and written at a time: small enough to be still in the cache when they are written
+# number of bytes that are hashed and written at a time; they are still in the cache when they are written
 PIECE_BYTES = 1 << 20
 CODES = {
     torch.float64: "F64",
@@ -61,11 +61,11 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Shard:
-    """The tensors of one file, in a staging buffer that every checkpoint reuses.
+    """Writer of one file, with a staging buffer that all checkpoints reuse.
 
-    CPU tensors given to `begin` as `shared` are copied by `gather`, on a thread of the caller's choice. Those
-    on a GPU are copied by a side stream that starts at once. `own` tensors are copied before `begin` returns
-    (on a GPU: before anything enqueued later).
+    `begin` gets two kinds of tensors. Tensors in `own` are copied before `begin` returns, or on a GPU before any work
+    that is enqueued later. Tensors in `shared` are copied later: on a CPU by `gather`, in a thread that the caller
+    chooses, and on a GPU by a side stream.
     """
 
     def __init__(self) -> None:
@@ -83,17 +83,18 @@ class Shard:
         return len(self._header) + self._bytes
 
     def begin(self, shared: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> None:
-        """Lay out the file, copy `own` and start copying `shared`.
+        """Compute the layout of the file, copy `own`, and start copying `shared`.
 
-        `shared` must not change until `gather` is done.
+        The tensors in `shared` must not change before `gather` has returned.
 
         Raises:
-            CheckpointError: safetensors cannot store a tensor, or a name occurs twice.
+            CheckpointError: safetensors cannot store a tensor, or a name is in both `shared` and `own`.
         """
         if twice := shared.keys() & own.keys():
             raise CheckpointError(
                 "checkpoint.named_twice",
-                "{names}: given both as shared and as a rank's own. Each name must stand for one tensor.",
+                "{names}: these names are given both to shared tensors and to a rank's own tensors. Each name "
+                "must belong to one tensor.",
                 names=sorted(twice),
             )
         tensors = {name: tensor.detach() for name, tensor in (*shared.items(), *own.items())}
@@ -110,7 +111,7 @@ class Shard:
         self._copied = self._start_stream(next((t.device for t in tensors.values() if on_accelerator(t)), None))
 
     def gather(self) -> None:
-        """Copy tensors on the CPU, on the calling thread and one core."""
+        """Copy the shared CPU tensors, in the calling thread and on one core."""
         for place, tensor in self._to_gather:
             _copy(place, tensor)
         self._to_gather = []
@@ -118,15 +119,15 @@ class Shard:
     def hold_stream(self) -> None:
         """Make the current stream wait for the copies from the accelerator.
 
-        The host does not wait. On CPU this does nothing.
+        The host does not wait. Without an accelerator, this method does nothing.
         """
         if self._copied is not None and self._stream is not None:
             current_stream(self._copied.device).wait_event(self._copied)
 
     def write(self, path: Path) -> Generator[None, None, str]:
-        """Write the file and flush it to disk; return its SHA-256 in hexadecimal.
+        """Write the file and flush it to disk; return its SHA-256 digest in hexadecimal.
 
-        This is a generator that pauses after every piece.
+        This generator yields after every piece, so that the caller can pause.
 
         Raises:
             OSError: the file cannot be written (disk full, folder missing, file too large).
@@ -142,9 +143,9 @@ class Shard:
                 piece = content[begin : begin + PIECE_BYTES]
                 digest.update(piece)
                 file.write(piece)
-                # Starts the write-back of the written bytes, so that the disk is never idle and the last flush is
-                # short.
-                # It also frees their pages, so that a checkpoint does not push the training data out of the page cache.
+                # This call starts the write-back of written bytes, so that the disk is never idle and the final flush
+                # is short. It also frees the pages of these bytes, so that a checkpoint does not evict training data
+                # from the page cache.
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
                 yield
             file.flush()
@@ -153,17 +154,17 @@ class Shard:
 
     def _make_room(self, *, pinned: bool) -> None:
         if self._staging.numel() < self._bytes or (pinned and not self._staging.is_pinned()):
-            self._staging = torch.empty(0, dtype=torch.uint8)  # free the old buffer first
+            self._staging = torch.empty(0, dtype=torch.uint8)  # frees the old buffer before the new buffer is allocated
             self._staging = torch.empty(self._bytes, dtype=torch.uint8, pin_memory=pinned)
 
     def _place(self, tensor: Tensor, offset: int) -> Tensor:
         return self._staging[offset : offset + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
 
     def _start_stream(self, device: torch.device | None) -> torch.Event | None:
-        """Enqueue the copies from the accelerator on a side stream; return their end event.
+        """Enqueue the copies from the accelerator on a side stream. Return an event for their end.
 
-        They start after all work enqueued on the current stream so far. The tensors are held in `_on_the_way` until
-        then: otherwise the allocator could reuse their memory during the copy.
+        The copies start after all work that is already enqueued on the current stream. `_on_the_way` keeps the tensors
+        until the copies have ended, because otherwise the allocator could reuse their memory.
         """
         if device is None:
             return None
@@ -180,11 +181,11 @@ class Shard:
 
 
 def write_one_by_one(path: Path, described: Mapping[str, dict[str, Any]], read: Callable[[str], Tensor]) -> None:
-    """Write a safetensors file with at most one tensor in memory, and flush it.
+    """Write and flush a safetensors file, with at most one tensor in memory.
 
     Args:
-        described: the result of `describe` for each tensor.
-        read: returns a tensor on the CPU by its name.
+        described: result of `describe` for each tensor, indexed by tensor name.
+        read: function that returns the tensor with a given name, on the CPU.
 
     Raises:
         OSError: the file cannot be written.
@@ -201,13 +202,13 @@ def write_one_by_one(path: Path, described: Mapping[str, dict[str, Any]], read: 
 
 
 def described_bytes(described: Mapping[str, Any]) -> int:
-    """Return the size in bytes of a tensor from its `describe` entry."""
+    """Return the size in bytes of a tensor from its description."""
     elements: int = math.prod(described["shape"])
     return elements * DTYPES[described["dtype"]].itemsize
 
 
 def describe(name: str, tensor: Tensor) -> dict[str, Any]:
-    """Return `{"dtype": code of safetensors, "shape": [...]}` of a tensor.
+    """Return `{"dtype": safetensors code, "shape": [...]}` for a tensor.
 
     Raises:
         CheckpointError: safetensors cannot store the tensor.
@@ -226,9 +227,9 @@ def describe(name: str, tensor: Tensor) -> dict[str, Any]:
 
 
 def _header(described: Mapping[str, Mapping[str, Any]]) -> tuple[bytes, dict[str, int], int]:
-    """Return a safetensors header, the offset of each tensor after it, and the end offset.
+    """Return a safetensors header, each tensor's offset after the header, and the end offset.
 
-    The widest types come first, so that each tensor is aligned.
+    Tensors with the widest types come first, so that each tensor is aligned.
     """
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     offsets: dict[str, int] = {}
@@ -243,8 +244,8 @@ def _header(described: Mapping[str, Mapping[str, Any]]) -> tuple[bytes, dict[str
 
 
 def _copy(place: Tensor, tensor: Tensor) -> None:
-    # NumPy copies on the calling thread alone and without the GIL; torch would wake the threads that the training step
-    # uses. Viewed as integers, because NumPy lacks bfloat16 and the 8-bit floats.
+    # NumPy copies only in the calling thread and without the GIL. torch would also use the threads of the training
+    # step. The tensors are viewed as integers, because NumPy lacks bfloat16 and the 8-bit floating-point types.
     integers = _INTEGERS[tensor.element_size()]
     np.copyto(place.view(integers).numpy(), tensor.view(integers).numpy())
 
@@ -254,14 +255,14 @@ _MOST_CELLS = 10**8
 
 @dataclass(frozen=True)
 class MeshCoordinate:
-    """Mesh coordinate of a rank, without a process group.
+    """Mesh coordinate of a rank, which needs no process group.
 
     Attributes:
         rank: global rank.
-        sizes: ranks along each mesh axis that has more than one.
-        place: the rank's coordinate on each of these.
-        data_rank: data-parallel rank, which determines the share of the global batch; ranks with the same value have
-            the same buffers.
+        sizes: number of ranks along each mesh axis that has more than one rank.
+        place: coordinate of the rank on each of the axes in `sizes`.
+        data_rank: data-parallel rank, which determines the rank's share of the global batch. Ranks with the same
+            data-parallel rank have the same buffers.
         data_ranks: number of data-parallel ranks, over which the global batch is divided.
     """
 
@@ -279,7 +280,7 @@ class MeshCoordinate:
 
     @classmethod
     def plain(cls, rank: int, world: int) -> MeshCoordinate:
-        """Return the coordinate of one of `world` ranks that all hold the whole model."""
+        """Return the coordinate of one of `world` ranks, each of which holds the whole model."""
         return cls(rank, {"dp": world} if world > 1 else {}, {"dp": rank} if world > 1 else {}, rank, world)
 
     @property
@@ -290,11 +291,11 @@ class MeshCoordinate:
 
 @dataclass
 class ShardContents:
-    """Checkpoint pieces of one rank.
+    """Description of the pieces that one rank writes.
 
     Attributes:
-        described: dtype and full shape of every shared tensor that the rank holds.
-        written: tensor name and block of every piece that it writes, by key in its file.
+        described: dtype and full shape of every shared tensor of which the rank holds a part.
+        written: tensor name and block of every piece that the rank writes, indexed by the key in the file.
     """
 
     rank: int
@@ -305,7 +306,7 @@ class ShardContents:
     def of(
         cls, shared: Mapping[str, Tensor], parts: Mapping[str, Part], coordinate: MeshCoordinate
     ) -> tuple[ShardContents, dict[str, Tensor]]:
-        """Return the contents of a shard and its tensors; arguments as in `to_write`."""
+        """Return the contents of a shard and the tensors to write. See `to_write` for the arguments."""
         described = {name: describe(name, tensor) for name, tensor in shared.items()}
         for name, part in parts.items():
             described[name]["shape"] = list(part.layout.full)
@@ -327,9 +328,9 @@ class ShardContents:
         return cls(coordinate.rank, described, written), pieces
 
     def entries(self) -> dict[str, TensorEntry]:
-        """Return entries for the receipt.
+        """Return the tensor entries for the receipt.
 
-        They are made in the background: for many tensors this takes as long as the rest of `Checkpointer.save`.
+        This runs in the background, because with many tensors it takes as long as the rest of `Checkpointer.save`.
         """
         entries = {name: TensorEntry(**described, pieces=[]) for name, described in self.described.items()}
         for key, (name, box) in self.written.items():
@@ -341,13 +342,13 @@ class ShardContents:
 def to_write(
     shared: Mapping[str, Tensor], parts: Mapping[str, Part], coordinate: MeshCoordinate
 ) -> dict[str, list[Box]]:
-    """Return the pieces that the rank at `coordinate` writes, by tensor name.
+    """Return the blocks that the rank at `coordinate` writes, indexed by tensor name.
 
     Args:
-        shared: the rank's part of every tensor.
-        parts: the part of each tensor that the rank holds; a tensor without an entry is whole on every rank.
+        shared: the rank's part of every tensor, indexed by tensor name.
+        parts: which part of each tensor the rank holds. A tensor without an entry is whole on every rank.
     """
-    # names and bytes, by the axes along which the ranks hold the same tensors
+    # names and sizes of tensors, grouped by the axes along which ranks hold the same piece
     alike: dict[tuple[str, ...], dict[str, int]] = {}
     for name, tensor in shared.items():
         part = parts.get(name)
@@ -369,10 +370,11 @@ def to_write(
 
 
 def assign_writers(sizes: Mapping[str, int], holders: int) -> dict[str, int]:
-    """Choose the writer of each tensor among `holders` ranks, with nearly equal bytes.
+    """Assign each tensor to one of `holders` ranks, with nearly equal bytes per rank.
 
-    The result depends only on names and sizes, so every rank computes the same. The largest tensor comes first, and
-    each goes to the rank with the fewest bytes so far (Graham, 1969): no rank gets more than 4/3 of the optimum.
+    The result depends only on names and sizes, so every rank computes the same result. Tensors are assigned from the
+    largest to the smallest, each to the rank with the fewest bytes so far. With this order, no rank gets more than 4/3
+    of the optimum (Graham, 1969).
     """
     load = [0] * holders
     writer: dict[str, int] = {}
@@ -386,8 +388,8 @@ def merge(receipts: Sequence[Receipt]) -> dict[str, TensorEntry]:
     """Build the full tensors from the pieces of all ranks.
 
     Raises:
-        CheckpointError: ranks disagree on a tensor's shape or type, or some of its elements were written by
-            no rank, or by two.
+        CheckpointError: the shape or type of a tensor differs between ranks, or an element of a tensor was written by
+            no rank or by several ranks.
     """
     merged: dict[str, TensorEntry] = {}
     for rank, receipt in enumerate(receipts):
@@ -421,7 +423,7 @@ def merge(receipts: Sequence[Receipt]) -> dict[str, TensorEntry]:
 def key_of(name: str, box: Box, full: Sequence[int]) -> str:
     """Return the name of a piece in its file.
 
-    It is the tensor's name, with the offset unless the piece is whole.
+    The name is the tensor's name. If the piece is not the whole tensor, the offset is appended.
     """
     return name if box.shape == tuple(full) else f"{name}@{','.join(map(str, box.full))}"
 
@@ -431,15 +433,15 @@ def _boxes(layout: ShardLayout) -> list[Box]:
 
 
 def _all_of(shape: tuple[int, ...]) -> Box:
-    """Return the block that covers a tensor, even an empty one."""
+    """Return the block that covers a whole tensor, which may be empty."""
     begin = (0,) * len(shape)
     return Box(begin, begin, shape)
 
 
 def _written_whole(full: TensorEntry, piece: TensorPiece) -> bool:
-    """Return True if another rank has already written this tensor whole.
+    """Return True if this piece is a whole tensor that another rank has already written.
 
-    Optimizer counters of a divided parameter are equal on all its parts, but each rank writes its own.
+    For a divided parameter, the counters of the optimizer are equal on all ranks, but each rank writes a copy.
     """
     return piece.shape == full.shape and any(there.shape == full.shape for there in full.pieces)
 
@@ -447,7 +449,7 @@ def _written_whole(full: TensorEntry, piece: TensorPiece) -> bool:
 def uncovered(shape: Sequence[int], pieces: Iterable[TensorPiece]) -> str | None:
     """Return the reason why pieces do not cover each element exactly once, or None.
 
-    The cuts of all pieces divide the tensor into cells; each cell should lie in one piece.
+    The boundaries of all pieces divide the tensor into cells. Each cell must lie in exactly one piece.
     """
     begins = [piece.offset for piece in pieces]
     ends = [[a + n for a, n in zip(piece.offset, piece.shape, strict=True)] for piece in pieces]

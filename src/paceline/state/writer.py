@@ -1,7 +1,8 @@
-"""Asynchronous checkpointing: ranks copy their share during the next step, a thread writes it.
+"""Asynchronous checkpointing: shards are copied during the next step, and written in the background.
 
-Nothing in a checkpoint is executable: safetensors and JSON, no pickle. Ranks communicate only through the file system,
-so all hosts of a run need a shared one. `state/reader.py` loads these checkpoints.
+A checkpoint consists of safetensors and JSON files without pickle, so that no part of it can be executed. Ranks
+communicate only through the file system, so all hosts of a run need a shared file system. `state/reader.py` loads these
+checkpoints.
 """
 
 from __future__ import annotations
@@ -43,27 +44,28 @@ from paceline.wire.status import GenerationOver, generation_is_over
 
 Report = Callable[[str, dict[str, Any]], None]
 
-# pause after each piece, as a multiple of its CPU time: writing then takes memory and a core only a tenth of the time
+# pause after each piece, as a multiple of its CPU time, so that writing uses a core only a tenth of the time
 REST = 9.0
 _LOOK_EVERY_S = 0.02
-_AFTER_THE_END_S = 5.0  # a rank that ended without `close` (it raised) waits at most this long for the others
+# rank 0 waits at most this long for other ranks if its main thread ended without `close`, after an exception
+_AFTER_THE_END_S = 5.0
 
 
 @dataclass
 class Snapshot:
-    """State that one rank saves.
+    """State that one rank saves in a checkpoint.
 
     Names are `model/<fqn>`, `optimizer/<fqn>/<key>`, `buffer/<fqn>`, `rng/torch`, …
 
     Attributes:
-        shared: this rank's parts of the undivided model's tensors (parameters, optimizer state), unchanged until the
-            next optimizer step. Ranks that hold the same part have the same values. May be large.
-        own: tensors of this rank alone, or changed by the forward pass (random states, batch-norm buffers). They are
-            small and copied at once.
-        values: JSON, the same on all ranks (step, epoch, position, stop rule, parameter groups).
-        own_values: JSON, of this rank alone.
-        aliases: names of tied tensors, each with the name under which its tensor is in `shared`.
-        parts: the part of each shared tensor that this rank holds; a tensor without an entry is whole on every rank.
+        shared: this rank's parts of the undivided model's parameters and optimizer state. These tensors may be large,
+            and must not change before the next optimizer step. Ranks that hold the same part must have the same values.
+        own: tensors that only this rank has, or that the forward pass changes, such as random states and batch-norm
+            buffers. They are small, and are copied immediately.
+        values: JSON values that are equal on all ranks, such as step, epoch, position, stop rule and parameter groups.
+        own_values: JSON values that belong only to this rank.
+        aliases: further names of tied tensors, each with the name of the tensor in `shared`.
+        parts: which part of each shared tensor this rank holds. A tensor without an entry is whole on every rank.
         coordinate: this rank's mesh coordinate; None if every rank is a replica.
         protected: step of an older checkpoint to keep, in addition to the newest ones.
     """
@@ -79,23 +81,25 @@ class Snapshot:
 
 
 class Checkpointer:
-    """Writer of a run's checkpoints into `folder`; one instance per rank.
+    """Writer of a run's checkpoints. Each rank has one instance.
 
-    Every rank writes its share of the shared tensors' pieces and its own tensors into `.step-….partial`, then a
-    receipt. When all receipts are there and cover every tensor, rank 0 adds the manifest and renames the folder. So a
-    checkpoint gets its final name only when it is whole and on disk. Then rank 0 deletes all but the newest `keep`
-    checkpoints. The memory cost is a staging buffer of this rank's share, which is kept between checkpoints.
+    Every rank writes its share of the shared tensors and its own tensors to the folder `.step-….partial`, and then a
+    receipt. Once all receipts exist and cover every tensor, rank 0 adds the manifest and renames the folder. A
+    checkpoint therefore gets its final name only when it is whole and on disk. Then rank 0 deletes all checkpoints
+    except the newest `keep`. The staging buffer for this rank's share stays in memory between checkpoints.
 
     Args:
-        folder: the run's `checkpoints/`; made if missing. The same for all ranks.
-        rank, world: this rank, and the number of ranks.
+        folder: folder `checkpoints/` of the run, which must be the same for all ranks. A missing folder is created.
+        rank, world: number of this rank, and number of ranks.
         keep: number of newest checkpoints to keep, at least 1.
-        deadline_s: how long rank 0 waits for the others without any new byte.
-        report: called with `checkpoint_saved` (step, path, bytes, write_s) on rank 0, mostly from the writing thread.
+        deadline_s: longest time that rank 0 waits for other ranks without new data, in seconds.
+        report: called on rank 0 with the event `checkpoint_saved` (step, path, bytes, write_s), usually in the writing
+            thread.
 
     Attributes:
-        completed: step of the newest checkpoint for which this rank's part is written; on rank 0, all parts.
-        write_s: seconds of background writing for this checkpoint.
+        completed: step of the newest checkpoint that this rank has written. On rank 0, all ranks have written this
+            checkpoint.
+        write_s: seconds that writing the newest checkpoint took in the background.
 
     Raises:
         CheckpointError: the folder cannot be written.
@@ -106,25 +110,25 @@ class Checkpointer:
         self.deadline_s, self.report = deadline_s, report
         self._shard = Shard()
         self._thread: threading.Thread | None = None
-        self._work: Iterator[None] = iter(())  # leftovers of the current checkpoint
+        self._work: Iterator[None] = iter(())  # remaining work of the current checkpoint
         self._protected: int | None = None
         self._error: CheckpointError | None = None
         self._copied = threading.Event()
-        self._hurry = threading.Event()  # a caller waits until all is written
+        self._hurry = threading.Event()  # set when a caller waits for the end of writing
         self._copying = False
         self.completed = 0
         self.write_s = 0.0
         self._claim_folder()
 
     def save(self, step: int, snapshot: Snapshot) -> None:
-        """Begin the checkpoint of `step` and return.
+        """Begin the checkpoint of `step`, and continue it in the background.
 
-        This waits for a previous checkpoint that is still being written. `release` must be called before the shared
+        If the previous checkpoint is still being written, this method waits for it. Call `release` before the shared
         tensors change.
 
         Raises:
-            CheckpointError: the previous checkpoint failed, or the snapshot has a value that cannot be saved. The new
-                checkpoint is then not begun.
+            CheckpointError: the previous checkpoint failed, or the snapshot has a value that cannot be saved. In both
+                cases the new checkpoint is not begun.
         """
         self._finish()
         self.poll()
@@ -150,16 +154,16 @@ class Checkpointer:
         )
         self._protected = snapshot.protected
         self._work = self._pieces(manifest, entry, contents, dict(snapshot.aliases))
-        # One thread per checkpoint, because it lowers its priority, which an ordinary user cannot raise again.
-        # It is not a daemon thread: a terminating interpreter waits for the remaining bytes.
+        # Each checkpoint has a new thread, because the thread lowers its priority, and an ordinary user cannot raise a
+        # priority again. The thread is not a daemon, so that a terminating interpreter waits for the remaining bytes.
         self._thread = threading.Thread(target=self._run, name=f"checkpoint-{step}")
         self._thread.start()
         self._copying = True
 
     def release(self) -> float:
-        """Wait until the shared tensors are copied and may change; return the seconds waited.
+        """Wait until the shared tensors are copied and may change. Return the seconds waited.
 
-        On accelerators, the current stream waits, not the host.
+        On accelerators, the current stream waits instead of the host.
         """
         if not self._copying:
             return 0.0
@@ -176,39 +180,39 @@ class Checkpointer:
 
     @property
     def under_way(self) -> bool:
-        """True between the start of a checkpoint and `complete`, `close` or the next one."""
+        """True from the start of a checkpoint until `complete`, `close` or the next checkpoint."""
         return self._thread is not None
 
     def complete(self) -> float:
-        """Write the remainder of the current checkpoint on this thread; return the seconds taken.
+        """Write the rest of the current checkpoint in this thread; return the seconds taken.
 
-        `poll` raises if it failed.
+        If the checkpoint fails, `poll` raises the error.
         """
         started = time.perf_counter()
         self._finish()
         return time.perf_counter() - started
 
     def poll(self) -> None:
-        """Raise the error of the background thread, once.
+        """Raise the error of the background thread, if there is one. Each error is raised once.
 
         Raises:
-            CheckpointError: the last checkpoint could not be written; older ones are unchanged.
+            CheckpointError: the last checkpoint could not be written. Older checkpoints are unchanged.
         """
         if self._error is not None:
             error, self._error = self._error, None
             raise error
 
     def close(self) -> None:
-        """Wait until all is written.
+        """Wait until the current checkpoint is written.
 
         Raises:
-            CheckpointError: the checkpoint could not be written; older ones are unchanged.
+            CheckpointError: the checkpoint could not be written. Older checkpoints are unchanged.
         """
         self._finish()
         self.poll()
 
     def abandon(self) -> None:
-        """Abandon the current checkpoint, because ranks with parts of it are gone."""
+        """Stop writing the current checkpoint, because ranks that hold parts of it are lost."""
         if self._thread is not None:
             self._hurry.set()
             self._thread.join()
@@ -216,10 +220,10 @@ class Checkpointer:
         self._work, self._error, self._copying = iter(()), None, False
 
     def _finish(self) -> None:
-        """Complete the current checkpoint on the calling thread, at its normal priority.
+        """Complete the current checkpoint in the calling thread, which has normal priority.
 
         Raises:
-            GenerationOver: a rank was lost, and its part will never arrive.
+            GenerationOver: a rank was lost, so that the checkpoint cannot be completed.
         """
         if self._thread is not None:
             self._hurry.set()
@@ -228,7 +232,8 @@ class Checkpointer:
             for _ in self._work:
                 if generation_is_over():
                     raise GenerationOver(
-                        "checkpoint.rank_lost", "the checkpoint being written lacks the shard of a lost rank"
+                        "checkpoint.rank_lost",
+                        "the current checkpoint cannot be completed, because the shard of a lost rank is missing",
                     )
         self._copying = False
 
@@ -243,19 +248,19 @@ class Checkpointer:
         except OSError as error:
             text = f"no checkpoint can be written in {self.folder}: {error.strerror or error}"
             raise CheckpointError(
-                "checkpoint.folder_unusable", "{reason}. Make it writable, or name another run directory.", reason=text
+                "checkpoint.folder_unusable",
+                "{reason}. Make the folder writable, or name another run directory.",
+                reason=text,
             ) from error
 
     # Writing
 
     def _run(self) -> None:
-        # At normal priority: `release` waits for this copy, and a low-priority thread could delay training behind all
-        # other
-        # processes.
+        # This copy runs at normal priority, because `release` waits for it. At low priority, other processes could
+        # delay the copy, and thereby the training.
         next(self._work, None)
-        # At the lowest priority from here: if every core is busy, the thread still gets 1.5 % of one (with SCHED_IDLE
-        # only 0.3 %, so
-        # a large state would never be written).
+        # The rest runs at the lowest priority. If every core is busy, the thread then still gets 1.5 % of a core. With
+        # SCHED_IDLE it would get only 0.3 %, so that a large state would never be written.
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
         started = time.thread_time()
         for _ in self._work:
@@ -266,9 +271,9 @@ class Checkpointer:
     def _pieces(
         self, manifest: Manifest, entry: ShardEntry, contents: ShardContents, aliases: dict[str, str]
     ) -> Iterator[None]:
-        """Write one checkpoint piece by piece, after copying the state.
+        """Copy the state, and then write the checkpoint piece by piece.
 
-        This is a generator; `poll` raises its errors.
+        This is a generator. `poll` raises its errors.
         """
         started = time.perf_counter()
         partial = self.folder / partial_name(manifest.step)
@@ -289,7 +294,7 @@ class Checkpointer:
                 and self.folder.exists()
                 and not partial.exists()
             ):
-                return  # rank 0 has given up, removed the folder, and raises the reason
+                return  # rank 0 has given up and removed the folder, and raises the error with the reason
             reason = self._give_up(partial, entry.bytes, error)
             before = [path.name for _, path in checkpoints(self.folder)]
             kept = f"Saved before and untouched: {', '.join(before)}." if before else "There is none before it."
@@ -311,13 +316,13 @@ class Checkpointer:
         write_durably(partial / receipt_name(self.rank), receipt.model_dump())
 
     def _publish(self, partial: Path, manifest: Manifest) -> Iterator[None]:
-        """Turn the folder into a checkpoint once it has every rank's shard."""
+        """Turn the folder into a checkpoint, once it contains the shards of all ranks."""
         receipts = yield from self._await_receipts(partial)
         for rank, receipt in enumerate(receipts):
             if (size := _size(partial / shard_name(rank))) != receipt.shard.bytes:
                 raise CheckpointError(
                     "checkpoint.shard_short",
-                    "{shard} has {size:,} of the {expected:,} bytes that rank {rank} wrote",
+                    "{shard} has only {size:,} of the {expected:,} bytes that rank {rank} wrote",
                     shard=shard_name(rank),
                     size=size,
                     expected=receipt.shard.bytes,
@@ -332,7 +337,7 @@ class Checkpointer:
         sync_folder(partial)
         final = self.folder / step_name(manifest.step)
         replaced = final.with_suffix(REPLACED)
-        if final.exists():  # a step that was trained again, after a recovery or a rewind
+        if final.exists():  # the step was trained again after a recovery or a rewind
             _remove(replaced)
             final.rename(replaced)
         partial.rename(final)
@@ -368,8 +373,8 @@ class Checkpointer:
                 names = f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}"
                 raise CheckpointError(
                     "checkpoint.timeout",
-                    "{ranks} of {world} sent nothing for {deadline_s:g} s. Find out what delayed them, or raise "
-                    "deadline_s.",
+                    "{ranks} of {world} sent nothing for {deadline_s:g} s. Find out what delayed these ranks, or "
+                    "raise deadline_s.",
                     ranks=names,
                     world=self.world,
                     deadline_s=deadline_s,
@@ -378,9 +383,10 @@ class Checkpointer:
             yield
 
     def _remove_old(self, step: int) -> None:
-        """Delete all but this checkpoint, the newest ones before it, and the protected one.
+        """Delete older checkpoints, except the newest of them and the protected checkpoint.
 
-        Later checkpoints, which a resumed run skipped, are replaced when training reaches them.
+        Checkpoints of later steps may exist if a resumed run ignored them. They are replaced when training reaches
+        their steps.
         """
         older = [(s, path) for s, path in checkpoints(self.folder) if s < step]
         for s, path in older[: max(len(older) - self.keep + 1, 0)]:
@@ -388,7 +394,7 @@ class Checkpointer:
                 _remove(path)
 
     def _give_up(self, partial: Path, needed_bytes: int, error: Exception) -> str:
-        """Remove the written files and return the reason; other ranks report it to rank 0."""
+        """Remove the written files, and return the reason. All ranks except rank 0 report it to rank 0."""
         if self.rank == 0:
             shutil.rmtree(partial, ignore_errors=True)
         else:
@@ -396,7 +402,8 @@ class Checkpointer:
                 (partial / shard_name(self.rank)).unlink()
         reason = self._explain(needed_bytes, error)
         if self.rank != 0:
-            with suppress(OSError):  # the disk is too full even for this: rank 0 names this rank after its deadline
+            # the disk may be too full for this report; rank 0 then names this rank after the deadline
+            with suppress(OSError):
                 write_durably(partial / receipt_name(self.rank), {"error": reason})
         return reason
 
@@ -419,7 +426,7 @@ def _size(path: Path) -> int:
 
 
 def _remove(path: Path) -> None:
-    """Delete a checkpoint; rename it first so that no reader finds an incomplete one."""
+    """Delete a checkpoint. Rename it first, so that no reader finds an incomplete checkpoint."""
     if path.exists():
         doomed = path.rename(path.with_name(f".{path.name}.removed.partial"))
         shutil.rmtree(doomed)
