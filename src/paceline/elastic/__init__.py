@@ -1,4 +1,4 @@
-"""Supervision of a run: starts, monitors, replaces and ends ranks, without torch.
+"""Supervision of a run: start, monitoring, replacement and end of its ranks, without torch.
 
 Read `membership.py` first: it defines every transition of a run's membership, without processes, sockets or clocks.
 Then read `attempt.py` (start and monitoring), `ranks.py` (the processes) and `recovery.py` (which carries out the

@@ -54,7 +54,7 @@ def launch(
             ("lost", {rank, waiting, reason, code, stack, generation, again, waits}), ("host_lost", {host, number,
             ranks, reason, generation, again, waits_s, revived}), ("host_back", {host, number, ranks, generation}),
             ("joins", {ranks, generation}) and ("scaled", {by, ranks, host, generation}).
-        adopts: ranks that hosts have kept running after the loss of a coordinator. None starts all ranks.
+        adopts: ranks that hosts have kept running after the loss of a coordinator. If None, all ranks are started.
 
     Raises:
         LaunchError: the ranks could not be started, or a rank raised an exception, hung or was killed. The text names

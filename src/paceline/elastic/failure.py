@@ -34,7 +34,7 @@ _PASSING_NAMES = (
     "ECOMM"
 )
 _PASSING = {getattr(errno, name) for name in _PASSING_NAMES.split()}
-_STACK_LINES = 60  # longest stack trace shown for a hung rank
+_STACK_LINES = 60  # largest number of lines shown of a hung rank's stack trace
 # folders of paceline's own packages
 OWN_FILES = tuple(
     f"{Path(__file__).parents[2] / package}{os.sep}"
@@ -128,12 +128,15 @@ class RankEnd:
     stack: str  # output of faulthandler, after a crash or on request
     stopped: bool  # suspended by SIGSTOP
     host: str = HOST
-    remote: bool = False  # True if the rank is on another host, whose kernel then counted `oom_kills`
+    remote: bool = False  # True if the rank is on another host; `oom_kills` is then the count of that host's kernel
     oom_kills: int | None = None
 
     @property
     def primary(self) -> bool:
-        """True if the failure began in this rank. SIGABRT without a record comes from C++ code that lost a peer."""
+        """True if the failure began in this rank.
+
+        A rank that SIGABRT ended without a record only lost a peer, in C++ code.
+        """
         if self.record:
             return not self.record.secondary
         return self.code not in (None, 0, -signal.SIGABRT)
@@ -259,7 +262,7 @@ def _describe(end: RankEnd, ranks: int, oom_kills: int | None) -> LaunchError:
 def killed(end: RankEnd, oom_kills: int | None, *, serves: bool = False) -> str:
     """Describe a killed rank: its signal and what it was doing.
 
-    If the kernel killed the rank for lack of memory, the text says so.
+    If the kernel killed the rank for lack of memory, the text gives this reason.
 
     Args:
         oom_kills: number of processes that were killed for lack of memory on the rank's host, since the previous loss
@@ -357,7 +360,7 @@ def _may_pass(error: BaseException | None) -> bool:
 
 
 def _only_lost_a_peer(error: BaseException | None) -> bool:
-    """Return True if another rank's failure caused the error, as a lost connection."""
+    """Return True if the error is a lost connection to another rank."""
     return error is not None and (lost_a_peer(error) or _only_lost_a_peer(error.__cause__))
 
 
@@ -372,7 +375,7 @@ def state_of(pid: int) -> str:
 def oom_kills() -> int | None:
     """Count the processes in this control group that were killed for lack of memory.
 
-    None if the kernel does not report it.
+    The result is None if the kernel does not report the number.
     """
     for file in _memory_counters():
         with suppress(OSError, ValueError, KeyError):
@@ -462,8 +465,8 @@ class StopSignals:
     """Context manager that records SIGINT and SIGTERM instead of ending this process.
 
     `first` is the name of the first signal, or None. A later SIGINT sets `kill`. A signal that was already ignored
-    stays ignored, for example under nohup. In other threads than the main thread, the context has no effect, because
-    Python handles signals only in the main thread.
+    stays ignored, for example under nohup. Outside the main thread, the context has no effect, because Python handles
+    signals only in the main thread.
     """
 
     def __init__(self) -> None:

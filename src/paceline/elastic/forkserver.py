@@ -290,7 +290,7 @@ def warm_up(*modules: str) -> None:
 def forkserver_for(variables: Mapping[str, str]) -> Forkserver:
     """Return the shared forkserver for ranks with this environment.
 
-    A new forkserver is started if no running one has the same environment and other inherited state. Only the most
+    If no running forkserver has the same environment and inherited state, a new forkserver is started. Only the most
     recently used of the other forkservers is kept.
     """
     with _sharing:
@@ -317,7 +317,7 @@ def _usable() -> list[Forkserver]:
 
 
 def share(forkserver: Forkserver) -> None:
-    """Share this forkserver: this process forks later ranks with the same environment from it."""
+    """Use this forkserver for later ranks of this process with the same environment."""
     atexit.register(forkserver.end)
     with _sharing:
         _shared.append(forkserver)
@@ -356,7 +356,7 @@ def why_not(environ: Mapping[str, str] = os.environ) -> str | None:
 
 
 def made_for(variables: Mapping[str, str]) -> dict[str, Any]:
-    """Return the inherited state, which is equal for all ranks of a forkserver."""
+    """Return the state that the ranks of a forkserver inherit from it."""
     return {
         "environment": {name: value for name, value in _without_ranks(variables).items() if name not in AFTER_FORK},
         "user": (os.getresuid(), os.getresgid(), sorted(os.getgroups())),
@@ -437,7 +437,7 @@ class StartedRank:
 
     @property
     def has_ended(self) -> bool:
-        """True if the process has ended, though `note_end` may not have been called."""
+        """True if the process has ended, even if `note_end` was not called yet."""
         return self.code is not None or bool(select.select([self.pidfd], [], [], 0)[0])
 
     def _is_in(self, states: str) -> bool:

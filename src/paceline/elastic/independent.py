@@ -2,8 +2,8 @@
 
 These are the workers and servers of `sync=server`. A worker is one rank, or several ranks that hold the model together.
 If one rank of a worker is lost, all its ranks are started again. Servers end once all workers have ended. All workers
-except the first can leave and come back, either when `paceline scale` requests it or together with their hosts. The
-servers learn from generations which workers take part.
+except the first can leave and come back, either when `paceline scale` requests it or together with their hosts. Each
+generation tells the servers which workers take part.
 """
 
 from __future__ import annotations

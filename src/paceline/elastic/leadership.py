@@ -263,8 +263,8 @@ class RunLock(Leadership):
     Args:
         succeeds: True if the hosts of the run have lost the holder and continue the run. This process then waits until
             the holder has ended or shows no sign of life.
-        has_ended: called if the lost holder was a process of another host. Returns True if that process is known to
-            have ended.
+        has_ended: function that returns True if the lost holder is known to have ended. It is called only if the holder
+            was on another host.
     """
 
     beat_s, stale_s, look_s = 5.0, 30.0, 0.5
@@ -424,7 +424,7 @@ class Lease(Leadership):
     second, both may succeed for a moment. The process that then finds the name of the other process ends.
 
     Args:
-        own_file: file of this user on this host. Its lock immediately detects a second process on the same host that
+        own_file: file of this user on this host. Its lock immediately shows whether another process on the same host
             trains the run.
 
     Raises:

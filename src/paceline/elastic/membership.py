@@ -39,7 +39,7 @@ class Membership:
         replica_size: number of processes per replica. The processes of a replica have consecutive numbers.
 
     Attributes:
-        current: the generation that began last.
+        current: newest generation that has begun.
         wanted: generation to begin after a step; None if no process joins or leaves.
         left_out: processes that are not restarted at all, or not until their host is back.
         released: left-out processes that have left, or leave after a step, because a user requested it.
@@ -97,11 +97,11 @@ class Membership:
         return set(processes) - too_often - self.released
 
     def losses_before(self, at_s: float) -> dict[int, list[float]]:
-        """Return the losses of each process, in seconds before the time `at_s`."""
+        """Return how many seconds before `at_s` each process was lost."""
         return {process: [at_s - lost_s for lost_s in losses] for process, losses in self._losses.items()}
 
     def remember(self, losses: Mapping[int, list[float]], at_s: float) -> None:
-        """Add the losses that a previous coordinator recorded, in seconds before the time `at_s`."""
+        """Add losses that a previous coordinator recorded, given in seconds before `at_s`."""
         for process, times in losses.items():
             self._losses[process] = [at_s - before_s for before_s in times]
 
@@ -208,7 +208,7 @@ class StepBoundary:
 
 @dataclass(frozen=True)
 class Start:
-    """Start of a generation: the state that its ranks continue from.
+    """Start of a generation: the state from which its ranks continue.
 
     Attributes:
         boundary: newest step boundary at which the ranks together have the whole model, or an empty boundary.

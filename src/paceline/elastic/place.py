@@ -255,7 +255,7 @@ def recovers_in_place(job: Job, plan: Plan, cluster: Cluster) -> bool:
 
 
 def is_mirrored(plan: Plan) -> bool:
-    """Return True if ranks keep copies of each other's state. Then there is only one replica.
+    """Return True if the only replica keeps copies of its ranks' states in other ranks.
 
     See `Mirror`.
     """

@@ -183,7 +183,7 @@ IMPORTS = ("paceline.run.loop", "paceline.elastic.run_on_ranks")  # modules that
 
 @dataclass(frozen=True)
 class _Order:
-    """Order of the launcher to a fork, which becomes a rank.
+    """Launcher's order to a forked process to become a rank.
 
     Attributes:
         folder: current working directory of the launcher. `limits` are the launcher's resource limits, and `cores` are
@@ -422,7 +422,7 @@ def call_the_process(title: str) -> None:
 
 
 def _settle(folder: str, threads: int | None) -> None:
-    """Set the import folder, threads and random numbers as in a new interpreter."""
+    """Set the import folder, threads and random state as in a new interpreter."""
     start = str(Path.cwd())
     os.chdir(folder)
     if start in sys.path[:1]:

@@ -57,8 +57,8 @@ class Setting:
         folder: folder that ranks on all hosts read and write. `module_args` contains its path.
         recovers: True if the function takes part in generations (`run/recovery/`). If a rank is killed or hangs, the
             other ranks then continue without it, and the rank is started again.
-        follows_steps: True if the time limit of a rank that computes while others wait is derived from earlier steps,
-            when ranks recover (`watchdog.py`). `deadline_s` remains the upper limit.
+        follows_steps: True to derive a time limit from earlier steps for a rank that computes while others wait
+            (`watchdog.py`). This applies only if ranks recover. `deadline_s` remains the upper limit.
         replica_ranks: number of ranks per replica. The ranks of a replica continue together or not at all.
         workers: number of workers, if the ranks share no process group. Ranks of workers have the lowest numbers; all
             other ranks are servers. If a rank is killed or hangs, the other ranks continue, and the rank is started
@@ -183,7 +183,7 @@ class Ranks:
                 self._ranks.append(self._start(number, listener))
 
     def start_again(self, number: int) -> None:
-        """Start a rank again whose process has ended."""
+        """Restart a rank whose process has ended."""
         self._starts[number] += 1
         for suffix in (".error", ".stack"):
             self[number].record.with_suffix(suffix).unlink(missing_ok=True)
@@ -201,7 +201,7 @@ class Ranks:
         return isinstance(rank, RemoteRank) and rank.link.lost is not None
 
     def was_killed(self, number: int) -> bool:
-        """Return True if a signal ended the rank, and not an error in the rank."""
+        """Return True if a signal ended the rank, and the rank recorded no error."""
         rank = self[number]
         return rank.code is not None and rank.code < 0 and not rank.record.exists()
 

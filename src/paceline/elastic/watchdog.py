@@ -1,8 +1,8 @@
 """Watchdog: detection of hung ranks from the status board.
 
-Callers pass the current time to the watchdog. A computing rank keeps other ranks waiting while these are in phase
-`sync` of the same step. If ranks are replaced, the limit of this wait is derived from the duration of earlier steps of
-the run.
+The watchdog reads no clock: callers pass the current time. A computing rank keeps other ranks waiting while these are
+in phase `sync` of the same step. If ranks are replaced, the limit of this wait is derived from the duration of earlier
+steps of the run.
 """
 
 from __future__ import annotations

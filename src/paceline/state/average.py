@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-# key of the average in the optimizer's state, so that checkpoints, peers and other plans treat it as such state
+# The average is stored under this key in the optimizer's state, so that checkpoints, peers and other plans include it.
 AVERAGE = "ema"
 
 
@@ -59,8 +59,8 @@ class WeightAverage:
 
     def _exchange(self) -> None:
         for parameter, average in self.of_parameters().items():
-            # assignments to `data` leave the version counter unchanged, by which changes of an interrupted step are
-            # detected
+            # Changes of `data` do not increase the version counter, by which changes of an interrupted step are
+            # detected.
             weights = parameter.data.clone()
             parameter.data.copy_(average)
             average.copy_(weights)

@@ -276,7 +276,7 @@ def _optimizer_state(
 def _read_state(full_name: str, parameter: Tensor, part: Part, loaded: Loaded) -> Tensor:
     """Read this rank's part of a parameter's optimizer state.
 
-    State of the parameter's shape gets the strides of the parameter. Other state is read whole.
+    State that has the same shape as the parameter also gets its strides. Any other state is read whole.
     """
     entry = loaded.shared.entries[full_name]
     if entry.shape and tuple(entry.shape) == part.layout.full:

@@ -132,7 +132,7 @@ class RankState:
     def restore(self, engine: RankEngine) -> dict[str, Any]:
         """Load the state into an engine; return the training loop's values.
 
-        The engine must hold the same part of the same model as the engine whose state this is.
+        The engine must hold the same part of the same model as the engine that this state comes from.
 
         Raises:
             CheckpointError: the tensors of the engine differ. The message names one of them, and the engine is
@@ -209,7 +209,7 @@ def parameter_and_key(full_name: str) -> tuple[str, str]:
 
 
 def in_order_of(parameter: Tensor, value: Tensor) -> Tensor:
-    """Copy optimizer state, with the strides of its parameter that fused steps require."""
+    """Copy optimizer state with the strides of the parameter, which fused optimizer steps require."""
     kept = torch.empty_like(parameter, dtype=value.dtype) if value.shape == parameter.shape else torch.empty_like(value)
     return kept.copy_(value)
 

@@ -263,7 +263,7 @@ def chosen_checkpoint(run_or_folder: Path, which: str = NEWEST) -> Loaded:
         run_or_folder: run directory, its folder `checkpoints/`, or the folder of one checkpoint. For one checkpoint,
             `which` has no effect.
         which: `newest` for the newest whole checkpoint, `best` for the best by the job's `checkpoint.best`, or the
-            number of a step. `newest` warns of each damaged checkpoint.
+            number of a step. With `newest`, a warning is shown for each damaged checkpoint.
 
     Raises:
         RunError: there is no such checkpoint.

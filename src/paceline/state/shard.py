@@ -1,4 +1,4 @@
-"""Shards of a checkpoint: which pieces each rank writes, and how its file is written.
+"""Shards of a checkpoint: the pieces that each rank writes, and its file.
 
 Every rank computes the same assignment without communication. If a tensor is not divided along a mesh axis, the ranks
 along this axis hold the same piece of the tensor. These ranks distribute such tensors among themselves, so that each

@@ -1,6 +1,6 @@
 """Asynchronous checkpointing: shards are copied during the next step, and written in the background.
 
-A checkpoint consists of safetensors and JSON files without pickle, so that no part of it can be executed. Ranks
+A checkpoint consists of safetensors and JSON files without pickle, so that loading it cannot execute code. Ranks
 communicate only through the file system, so all hosts of a run need a shared file system. `state/reader.py` loads these
 checkpoints.
 """
@@ -123,8 +123,8 @@ class Checkpointer:
     def save(self, step: int, snapshot: Snapshot) -> None:
         """Begin the checkpoint of `step`, and continue it in the background.
 
-        If the previous checkpoint is still being written, this method waits for it. Call `release` before the shared
-        tensors change.
+        If the previous checkpoint is still being written, this method waits for it. Callers must call `release` before
+        they change the shared tensors.
 
         Raises:
             CheckpointError: the previous checkpoint failed, or the snapshot has a value that cannot be saved. In both

@@ -163,7 +163,7 @@ def _parsed(pem: bytes) -> RunKey:
 
 
 def default_key_file() -> Path:
-    """Return the path of this user's own key, the default without a passed key."""
+    """Return the default path of this user's own key."""
     return home_folder() / "key"
 
 
@@ -249,9 +249,9 @@ def _not_private(about: os.stat_result) -> str | None:
 def _is_a_pods_secret(about: os.stat_result) -> bool:
     """Return True if Kubernetes mounts the file as a Secret for a container's group (`fsGroup`).
 
-    Such a file belongs to root and has mode 0440, because a container without root could not read it otherwise. Only
-    containers of the pod see this file system, so no other users are members of the group. On a host, however, a group
-    may have many users.
+    Such a file belongs to root and has mode 0440, because otherwise a container that does not run as root could not
+    read it. Only containers of the pod see this file system, so no other users are members of the group. On a host,
+    however, a group may have many users.
     """
     only_read_by_group = about.st_uid == 0 and about.st_mode & 0o037 == 0
     ours = about.st_gid in (os.getegid(), *os.getgroups())

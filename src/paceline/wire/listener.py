@@ -87,7 +87,7 @@ class Listener:
 
     @property
     def port(self) -> int:
-        """Port of a listener that has an address."""
+        """TCP port of the listener."""
         assert isinstance(self.address, tuple)
         return self.address[1]
 
@@ -402,7 +402,8 @@ class TlsHandshake:
         Raises:
             OSError: the peer does not hold the key, does not support TLS 1.3, or has disconnected.
         """
-        if not isinstance(self.link, ssl.SSLSocket):  # done only now, so that a silent peer does not cost a TLS object
+        # the socket is wrapped late, so that a silent peer does not cost a TLS object
+        if not isinstance(self.link, ssl.SSLSocket):
             self.link = self._context.wrap_socket(self.link, server_side=self._accepts, do_handshake_on_connect=False)
         try:
             if not self._shaken:

@@ -29,7 +29,8 @@ _ANSWER_S = 1.0  # longest wait in seconds for an answer of the kernel
 def end_when_silent(link: socket.socket, silent_s: int) -> None:
     """Make the kernel end a TCP connection whose peer is silent for `silent_s` seconds.
 
-    On an idle connection, the kernel sends keepalive probes. On any other connection, the time limits retransmissions.
+    On an idle connection, the kernel sends keepalive probes. While data is unacknowledged, the kernel stops its
+    retransmissions after this time.
     """
     between_s = max(1, silent_s // (1 + _PROBES))
     link.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

@@ -1,6 +1,6 @@
 """Rendezvous store: keys and values that only processes of the run can read and write.
 
-The store has the calls of torch's `TCPStore`, and `paceline.comm.rendezvous` wraps it as a torch store. The server
+The store has the same methods as torch's `TCPStore`, and `paceline.comm.rendezvous` makes it a torch store. The server
 never blocks. A wait is a request that the server answers later, and the client handles the timeout.
 """
 
@@ -30,7 +30,7 @@ What = Literal["set", "get", "wait", "check", "add", "append", "compare_set", "d
 
 
 class Request(msgspec.Struct, array_like=True, tag="request", forbid_unknown_fields=True):
-    """Request to the store. By its number, the client recognizes an answer that arrives after the deadline.
+    """Request to the store. The number lets the client recognize answers that arrive after the deadline.
 
     The server answers `get` and `wait` once all keys exist.
     """

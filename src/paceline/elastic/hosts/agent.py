@@ -41,7 +41,7 @@ class Coordinator(Peer):
         run_name: name of the run in the launch engine.
         standby: listener where other hosts connect if this host becomes the coordinator.
         probes: listener that answers probes of other hosts until ranks are prepared.
-        succession: hosts with which the run can continue without host 0; None if the run cannot.
+        succession: hosts with which the run can continue without host 0; None if it cannot continue.
         told_at: time at which the succession arrived, by the monotonic clock.
         released: True if the user has removed this host from the run.
         attempt: ranks on this host that may continue after the loss of host 0.
@@ -235,7 +235,7 @@ class AgentAttempt:
         return any(rank.code is None and board[rank.number].generation != self._newest for rank in self.ranks)
 
     def held(self) -> messages.Held:
-        """Return the running ranks for a new coordinator. The ends of all other ranks are not reported again."""
+        """Return the running ranks for a new coordinator. The ends of other ranks are not reported again."""
         board = self.board.read()
         for rank in self.ranks:
             if rank.code is None and rank.has_ended:
@@ -283,7 +283,7 @@ class AgentAttempt:
         return False
 
     def turn(self) -> None:
-        """Record ranks that have ended, and send all news to the coordinator."""
+        """Record ranks that have ended, and send all changes to the coordinator."""
         self._tell_rows()
         self._tell_texts()
         self._ask()

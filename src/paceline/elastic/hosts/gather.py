@@ -130,7 +130,7 @@ def links_of(place: HostPlace, key: RunKey, meeting: Meeting, check: Callable[[]
 
 
 def refuse(links: Iterable[Link], error: BaseException) -> None:
-    """Send the reason of a refusal to the connected hosts, and disconnect the hosts."""
+    """Send the reason for a refusal to the connected hosts, and disconnect these hosts."""
     for link in links:
         reason = str(error) if isinstance(error, PacelineError) else "host 0 was stopped"
         link.send(
@@ -446,7 +446,7 @@ def _own_address(connection: Connection) -> str:
 
 
 def _resolved(place: HostPlace) -> str:
-    """Resolve the name of host 0, which must have an address of this host."""
+    """Resolve the name of host 0 to an address, which must belong to this host."""
     try:
         return str(socket.getaddrinfo(place.coordinator, place.port, socket.AF_INET, socket.SOCK_STREAM)[0][4][0])
     except OSError as error:

@@ -547,7 +547,7 @@ class RemoteRanks:
         return bool(self._folders)
 
     def give_up_silent(self) -> None:
-        """Count hosts as lost that have been silent for too long.
+        """Mark hosts as lost that have been silent for too long.
 
         A host that runs ranks normally sends several messages a second.
         """
@@ -600,7 +600,10 @@ class RemoteRanks:
                 link.fall_silent(silent_s)
 
     def _until(self, link: Link, kind: type[Struct], deadline_s: float) -> bool:
-        """Handle messages until one of this type arrives. A host that does not send this message in time is lost."""
+        """Handle messages until one of this type arrives.
+
+        A host that does not send this message in time counts as lost.
+        """
         until = time.monotonic() + deadline_s
         while (message := link.receive(max(0.1, until - time.monotonic()))) is not None:
             if isinstance(message, kind):

@@ -188,7 +188,7 @@ class AbsentLink(Link):
 
 
 class Meeting:
-    """Listener to which hosts connect, on a coordinator or a possible next coordinator.
+    """Listener for hosts, on the coordinator or a host that may become the coordinator.
 
     The port stays open as long as the host process runs. A closed port therefore shows that the process has ended.
 

@@ -46,7 +46,7 @@ _IMPORT_PATH = re.compile(r"(?P<module>[^\n]+\.py|[A-Za-z_][\w.]*):[A-Za-z_][\w.
 
 @contextmanager
 def over_hosts() -> Iterator[None]:
-    """Connect all hosts of this run, so that the context can start ranks there.
+    """Connect all hosts of this run, so that ranks can be started on them.
 
     On host 0, the body of the context is the command. On any other host, this process is an agent until the command has
     ended on host 0. If host 0 is lost and the run can continue without it, the body runs on the next coordinator, and

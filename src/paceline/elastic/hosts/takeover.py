@@ -215,7 +215,7 @@ def _older(past: Past, by_s: float) -> Past:
 def await_others(
     place: HostPlace, key: RunKey, meeting: Meeting, links: dict[int, Link], before: Coordinator, hosts: list[Successor]
 ) -> None:
-    """Accept hosts until all higher numbers have connected, or the time limit has passed.
+    """Accept hosts until all hosts with higher numbers have connected, or time is up.
 
     This does not wait for hosts that were lost earlier or have ended. Once enough hosts have connected, the remaining
     hosts get twice the limit of silence to connect, because they may have noticed the loss later.
@@ -413,7 +413,7 @@ class Readmission:
     """Context manager that readmits lost hosts inside its block.
 
     A host is refused if it was not lost, or was lost too often. A host is also refused if its name, version, clock or
-    data differ from the lost host, or if it has fewer devices. The refused host receives the reason, and the run
+    data do not match the lost host, or if it has fewer devices. The refused host receives the reason, and the run
     continues.
 
     Args:
