@@ -31,7 +31,7 @@ def check_equal(group: Group, what: Sequence[str]) -> None:
     Every rank must call this function. If the lines are equal, the check costs one collective of 16 bytes.
 
     Raises:
-        SyncError: the lines differ. Every rank raises this error, which names the first different line on two ranks.
+        SyncError: the lines differ. Every rank raises the error, which shows the first different line on two ranks.
     """
     digest = int.from_bytes(hashlib.sha256("\n".join(what).encode()).digest()[:7], "big")
     both = torch.tensor([digest, -digest], dtype=torch.int64, device=group.device)

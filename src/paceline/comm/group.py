@@ -44,7 +44,7 @@ class Counts:
 
 @dataclass
 class Group:
-    """Group of ranks that communicate.
+    """Group of ranks that communicate with each other.
 
     In a group of one rank, collectives return at once.
 
@@ -228,7 +228,7 @@ class Group:
     def _reduce(self, tensor: Tensor, op: Op, *, waits: bool) -> dist.Work:
         """Run an all-reduce without the checks and logs of `dist.all_reduce`.
 
-        The checks and logs can take as long as the sum.
+        For small tensors, these checks and logs can take as long as the sum.
         """
         assert self.backend is not None
         return self.backend.allreduce([tensor], _options(op, waits))
@@ -488,7 +488,7 @@ class Bucket:
         used: usage counts at the end of `flat`: 1 for each parameter that this replica used. After the sum, the number
             of replicas that used the parameter.
         seen: indices of parameters with a gradient in the buffer from any microbatch of this step.
-        whole: those indices in `seen` for which the last microbatch's gradient has been added.
+        whole: indices in `seen` whose gradient of the last microbatch has been added.
     """
 
     flat: Tensor

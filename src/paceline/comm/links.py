@@ -48,8 +48,8 @@ class GroupLinks:
         inside: speed of messages between processes of one host.
         memory: speed within a host: `latency_s` is the time of a barrier of the host's ranks, and `bandwidth` is the
             bandwidth of a sum in memory.
-        step_s: latency of messages if all ranks send around a ring at once. If ranks share cores, this is higher than
-            the latency between two ranks.
+        step_s: latency of messages if all ranks send around a ring at once. If ranks share cores, this latency is
+            higher than the latency between two ranks.
         flat_step_s: latency of one of the 2 (n - 1) steps of the transport's own all-reduce.
     """
 
@@ -106,7 +106,7 @@ def _most_crossings(hosts: Sequence[int]) -> int:
 
 
 def ranks_by_host(group: Group) -> list[int]:
-    """Return the ranks in an order in which the ranks of each host are neighbours."""
+    """Return all ranks, ordered by host."""
     return sorted(range(group.size), key=lambda r: group.hosts[r]) if group.spans_hosts else list(range(group.size))
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 @dataclass(eq=False)
 class Message:
-    """Message that is arriving, or is kept until a receive requests it.
+    """Message that is arriving, or that is kept until a receive requests the message.
 
     Attributes:
         call: the sender's description of the message.

@@ -48,7 +48,7 @@ class Operation:
         self._steps = steps
 
     def advance(self) -> bool:
-        """Continue as far as possible without waiting; return True when done."""
+        """Advance the operation as far as possible without waiting; return True when done."""
         if not self.done:
             if self.started == math.inf:
                 self.started = time.monotonic()

@@ -31,7 +31,8 @@ LAST_WORD_S = 1.0  # time for a failure notice to reach the other ranks
 def abort_all(last_word_s: float = LAST_WORD_S) -> None:
     """End all groups of this process, after this rank has failed.
 
-    The call does not wait for other ranks, which may be gone. Pending messages to them get `last_word_s` seconds.
+    The call does not wait for other ranks, which may be gone. Pending messages to other ranks get `last_word_s`
+    seconds.
     """
     until = time.monotonic() + last_word_s
     for group in list(_open):
@@ -540,10 +541,10 @@ class Collectives(Protocol):
         """Give every rank the tensors of all ranks."""
 
     def gather(self, outputs: Sequence[Tensor], tensor: Tensor, root: int) -> Steps:
-        """Give rank `root` the tensors of all ranks; the other ranks have no outputs."""
+        """Give rank `root` the tensors of all ranks; other ranks pass no outputs."""
 
     def scatter(self, output: Tensor, tensors: Sequence[Tensor], root: int) -> Steps:
-        """Send `tensors[r]` of rank `root` to each rank r; other ranks have no tensors."""
+        """Send `tensors[r]` of rank `root` to each rank r; other ranks pass no tensors."""
 
     def reduce_scatter(self, output: Tensor, inputs: Sequence[Tensor], reduction: Reduction) -> Steps:
         """Give rank r the reduction of all ranks' `inputs[r]`, each of `output`'s size."""
@@ -657,7 +658,7 @@ class Transport:
 
 
 def transport_of(group: dist.ProcessGroup | None) -> Transport:
-    """Return the transport of a process group; a single rank without a group has `none`."""
+    """Return a process group's transport, or `none` for a single rank without a group."""
     if group is None:
         return Transport("none")
     own = getattr(group, "transport", None)

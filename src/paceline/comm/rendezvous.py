@@ -303,7 +303,7 @@ def _processes() -> str:
 
 
 def missing_ranks(store: Store | None, rank: int, size: int, failure: int, patience_s: float = 2.0) -> list[int] | None:
-    """Return the ranks that do not report their failure number `failure`.
+    """Return the ranks that have not reported that they also noticed failure number `failure`.
 
     The result is None if there is no store, or if the store does not answer. The call waits up to `patience_s` seconds
     for other ranks, but not for ranks of this host that have ended.

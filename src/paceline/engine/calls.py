@@ -91,8 +91,8 @@ def prepared(
 def _refuse_frequencies(model: nn.Module, data_group: Group) -> None:
     """Refuse embeddings with `scale_grad_by_freq`.
 
-    Such embeddings divide gradients by how often a row occurs in the batch, but each rank sees only a part of the
-    batch.
+    With `scale_grad_by_freq`, an embedding divides gradients by how often a row occurs in the batch. Each rank sees
+    only a part of the batch, so the results would differ.
     """
     for name, module in model.named_modules():
         if not isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
@@ -191,7 +191,7 @@ _MADE_DENSE: WeakSet[nn.Module] = WeakSet()  # these were sparse; the plan of an
 
 
 def sparse_tables(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the weights of embeddings with `sparse=True` by name, except those that other layers share."""
+    """Return the weights of embeddings with `sparse=True` by name, except shared weights."""
     tables = [(name, module) for name, module in model.named_modules() if _is_sparse(module)]
     elsewhere = {p for module in model.modules() if not _is_sparse(module) for p in module.parameters(recurse=False)}
     found = {f"{name}.weight".lstrip("."): module.get_parameter("weight") for name, module in tables}

@@ -41,7 +41,7 @@ class LocalLoss:
     """This rank's part of the global mean loss of a step.
 
     Attributes:
-        total: sum of the microbatches' mean losses, each multiplied by the microbatch's share of the global batch.
+        total: weighted sum of the microbatches' mean losses; the weights are the shares of the global batch.
         items: sum of the microbatches' shares of the global batch.
     """
 
@@ -101,7 +101,7 @@ class Compute(ABC):
 
     @abstractmethod
     def forward_backward(self, batch: Batch | None, position: Position, step: int) -> LocalLoss:
-        """Accumulate the gradient of this rank's part of the global mean loss.
+        """Compute this rank's part of the global mean loss, and accumulate its gradient.
 
         Args:
             batch: this rank's share of the global batch; None if it is empty.
@@ -173,12 +173,12 @@ class Compute(ABC):
             check(output, target, where, samples)
 
     def here(self, step: int) -> str:
-        """Return a phrase with step and rank for an error message."""
+        """Return the step and rank as a phrase for error messages."""
         return f"in step {step} on rank {self.group.rank}"
 
     @property
     def is_whole_batch(self) -> bool:
-        """Return True if every microbatch is a whole global batch and needs no weight."""
+        """Return True if each microbatch is a whole global batch, so no weights are needed."""
         return self.data_group.size == self.plan.microbatches == self.plan.cp == 1
 
     def _loss(self, output: Any, part: Batch, position: Position, step: int) -> tuple[Tensor, float | Tensor]:
@@ -197,7 +197,7 @@ class Compute(ABC):
 
 
 class ExpertBalance:
-    """Weights of the routers' load-balancing loss; without effect on models without routers."""
+    """Weights of the routers' load-balancing loss; unused for models without routers."""
 
     def __init__(self, compute: Compute) -> None:
         self.compute = compute

@@ -1,6 +1,6 @@
 """The engine: one optimizer step of a plain model over all replicas.
 
-paceline's own loop and users' own loops use the same engine.
+paceline's training loop and users' own loops use the same engine.
 """
 
 from __future__ import annotations
@@ -77,12 +77,12 @@ class StepResult:
     only this replica.
 
     Attributes:
-        step: number of optimizer steps so far, this one included.
+        step: number of optimizer steps so far, including this step.
         loss: mean loss over the global batch, before the update.
         samples: number of samples of the global batch.
         grad_norm: L2 norm of the whole gradient, before clipping.
         problem: reason for a skipped update (NaN or Inf in loss or gradient, or a spike); None if the update was made.
-        votes: number of ranks that asked for a stop, for a checkpoint, and so on.
+        votes: number of ranks that requested each action, such as a stop or a checkpoint.
         timing: this rank's times. On accelerators, these are the times of the previous step (None at the first step),
             unless the engine runs ahead.
         reduced: True if loss and votes cover all replicas.
@@ -118,8 +118,8 @@ class RankEngine:
             parts of the same samples get the same share.
         compute: forward and backward passes of this rank, through the whole model or a part of it.
         split: how the model is divided over the ranks of a replica; None if each rank holds the whole model.
-        reduction: sums gradients, loss and votes over all replicas.
-        guard: skips updates with NaN or Inf, and updates after a spike of the loss.
+        reduction: reduction of gradients, loss and votes over all replicas.
+        guard: check that stops or skips updates with NaN, Inf or loss spikes.
         rows: embedding tables with sparse gradients.
         average: moving average of the weights, which evaluations use; None if the job does not set `ema`.
         rule: the sync rule of the replicas.
@@ -127,10 +127,10 @@ class RankEngine:
             sent.
         messages: lines for the run's record, from the rule and from the comparison of replicas.
         local_steps: True if replicas may differ between synchronizations (local rules).
-        updates: number of updates so far; replicas are compared before some of them.
+        updates: number of updates so far.
         runs_ahead: True if the host reads the loss and gradient norm of a step only after `begin` returns.
         device: device of the model.
-        outcome: outcome of the newest step, unless the engine runs ahead.
+        outcome: outcome of the newest step; not set if the engine runs ahead.
         sync_interrupted: True if the generation ended before replicas synchronized the parameters of the newest step
             (local rules). This replica then keeps the result of its own update.
         before_update: called with the step number before every optimizer step, because the checkpoint writer may still
@@ -255,8 +255,8 @@ class RankEngine:
     def examines(self, step: int) -> bool:
         """Return True if a step compares replicas or verifies a user's loss.
 
-        Such a step waits for the device. Earlier steps are settled first, so that their problems are not reported as
-        problems of this step.
+        A step with a comparison or verification waits for the device. Earlier steps are settled first, so that their
+        problems are not reported as problems of this step.
         """
         return self.updates + 1 >= self.replica_state.due or self.compute.normalization.examines(step)
 
@@ -282,7 +282,7 @@ class RankEngine:
         self.step_count = step
 
     def deal(self, loader: DataLoader[Any]) -> Loader:
-        """Distribute another `DataLoader` over the ranks, like the one given to `setup`.
+        """Distribute another `DataLoader` over the ranks, as `setup` does.
 
         Use this method for a second data set, a validation set, or a stream of samples from an actor.
 
@@ -503,7 +503,7 @@ class RankEngine:
         self._attach(identical=True)
 
     def _average_replicas(self) -> None:
-        """Set all parameters, previously trained or newly added, to their mean over the replicas."""
+        """Set all parameters, trained earlier or newly added, to their mean over the replicas."""
         with self.rule.shared_parameters():
             together = [p.detach().clone() for p in self._parameters]
         # the rule does not know new parameters, and the optimizer may have stepped on them already
@@ -580,7 +580,7 @@ class RankEngine:
             yield
 
     def _prepare_update(self, step: int) -> None:
-        """Compare replicas if due, and let a checkpoint copy parameters before they change."""
+        """Compare replicas if due, and let a checkpoint copy parameters before the update."""
         update = self.updates + 1
         if update >= self.replica_state.due:
             self.replica_state.before_update(update)

@@ -268,7 +268,9 @@ class _Rows:
 
 
 def gathered(own: Tensor | None, group: Group, name: str) -> Tensor | None:
-    """Gather the rows of all ranks (None without rows) on the host, in rank order.
+    """Gather the rows of all ranks on the host, in rank order.
+
+    The result is None if no rank has rows.
 
     Args:
         own: this rank's rows; None if this rank has no rows.

@@ -222,9 +222,9 @@ _LEAST = 0.01  # as a fraction of the median: smallest spread assumed for losses
 class LossSpikes:
     """Detection of losses far above the median of recent losses.
 
-    The distance is measured in median absolute deviations, which a spike or a slow decrease of the loss hardly changes.
-    Spikes are not added to the recent losses. No loss counts as a spike until the job's window is full. All ranks have
-    the same loss and therefore find the same spikes.
+    The distance from the median is measured in median absolute deviations. A spike or a slow decrease of the loss
+    hardly changes this measure. Spikes are not added to the recent losses. No loss counts as a spike until the window
+    of recent losses is full. All ranks have the same loss and therefore find the same spikes.
     """
 
     def __init__(self, spec: SpikeSpec) -> None:
@@ -263,7 +263,7 @@ class LossSpikes:
 
 @dataclass
 class Settings:
-    """Settings of the engine; the defaults are those of `setup`.
+    """Settings of the engine, with the same defaults as `setup`.
 
     Attributes:
         compare_every: number of updates between comparisons of the replicas' parameters and buffers.

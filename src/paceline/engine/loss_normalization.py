@@ -245,7 +245,7 @@ class LossNormalization:
             self.hold(*pair)
 
     def hold(self, output: Any, target: Tensor) -> None:
-        """Compare a user's own loss of several samples with the losses of their parts.
+        """Compare a user's own loss of a batch with the losses of the batch's parts.
 
         Raises:
             PlanError: the loss is not the declared mean or sum; the message says what to write instead.
@@ -428,7 +428,7 @@ def _double(leaf: Any) -> Any:
 
 
 def _cut(output: Any, size: int, dim: int, start: int, length: int) -> Any:
-    """Slice those tensors of an output that have `size` along `dim`; None if none does."""
+    """Slice all tensors of an output that have length `size` along `dim`; None without any."""
     found = []
 
     def cut(leaf: Any) -> Any:
@@ -449,7 +449,7 @@ class NoGradient:
     """A loss whose value is 0 and whose gradient is exactly zero everywhere.
 
     Attributes:
-        loss: the loss to call `backward` on, in the graph of the original loss.
+        loss: replacement for the original loss, on which to call `backward`.
     """
 
     def __init__(self, loss: Tensor) -> None:
@@ -458,7 +458,7 @@ class NoGradient:
         self._hooks = [n.register_prehook(_zeros) for n in graph_nodes(loss) if not hasattr(n, "variable")]
 
     def release(self) -> None:
-        """Let the gradients of other losses pass through the graph again (`retain_graph`)."""
+        """Let gradients of other losses pass through the graph again (for `retain_graph`)."""
         for hook in self._hooks:
             hook.remove()
 

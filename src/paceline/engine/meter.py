@@ -1,6 +1,6 @@
 """Step timing by part: data, compute, bubble, exposed communication, imbalance, optimizer, checkpoint.
 
-Each part ends when the next one begins, so the parts sum exactly to the step time.
+Each part ends when the next part begins, so the parts add up to the step time.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ class Timing:
 class Meter:
     """Stopwatch of one rank; `mark(part)` assigns the time since the last mark to `part`.
 
-    On accelerators the marks are events on the current stream, read one step later, so that measuring never makes the
-    host wait. If a device has no timed events, the marks are host times at which the work was queued.
+    On accelerators, the marks are events on the current stream. The events are read one step later, so the host never
+    waits for a measurement. If a device has no timed events, the marks are host times at which the work was queued.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -102,8 +102,8 @@ class Meter:
     def split_wait(self, slowest_busy_s: float, own_busy_s: float) -> None:
         """Split communication time into imbalance (waiting for the slowest rank) and exposed communication.
 
-        All ranks leave an all-reduce at about the same moment. Their busy times since then show when each rank reached
-        the next all-reduce. The clocks of different hosts are not compared.
+        All ranks leave an all-reduce at about the same moment. The ranks' busy times after this moment show when each
+        rank reached the next all-reduce. The clocks of different hosts are not compared.
         """
         self._reduced = self._last
         self.current.parts_s[IMBALANCE] = max(slowest_busy_s - own_busy_s, 0.0)

@@ -1,7 +1,7 @@
 """Items that a model's own loss averages over, found with a few samples.
 
 Models call torch's cross-entropy with labels of their batch, and ignore labels with the value -100. The weight of a
-microbatch is the number of labels that its loss counted. To count them, the labels are traced back to the batch:
+microbatch is the number of labels that its loss counts. To count them, the labels are traced back to the batch:
 unchanged, shifted by a token, or masked.
 """
 
@@ -32,7 +32,9 @@ _REFUSED = 1e-2  # relative difference above which the loss is more than cross-e
 
 
 def examine(compute: Compute) -> list[str]:
-    """Find the terms of a model's own loss and return remarks; every rank calls this.
+    """Find the terms of a model's own loss, and return remarks for the user.
+
+    Every rank must call this function.
 
     Raises:
         PlanError: the model's loss compares the samples of a batch with each other, and the plan computes the batch in

@@ -107,7 +107,7 @@ class StepSignals:
         return self.own(local) if self.group.size == 1 else [self.tensor]
 
     def take_busy(self) -> list[float]:
-        """Return each rank's busy seconds before the newest reduction; a second call returns []."""
+        """Return each rank's busy seconds before the newest reduction; [] at a second call."""
         busy_s, self.busy_s = self.busy_s, []
         return busy_s
 
@@ -179,7 +179,7 @@ class GradientReduction:
         loss_scale: loss scale of fp16 training; None in other precisions.
 
     Attributes:
-        gradients: tensors that together contain each of the newest reduced gradients once.
+        gradients: tensors with the newest reduced gradients; each gradient is contained once.
         stage: state of the newest gradients: this rank's own, summed over all ranks, or rescaled to the mean.
     """
 
@@ -205,8 +205,8 @@ class GradientReduction:
     def reduce(self, local: LocalLoss, step: int) -> Reduced:
         """Reduce gradients, loss and votes of an optimizer step with the rule.
 
-        Afterwards, the gradients are those of the mean loss over all items of the global batch. On accelerators, a step
-        waits for the device only in this method.
+        Afterwards, the gradients are gradients of the mean loss over all items of the global batch. On accelerators, a
+        step waits for the device only in this method.
         """
         pipeline = None if self.split is None else self.split.pipeline
         on_host = pipeline is not None and not is_accelerator(self.world.device)

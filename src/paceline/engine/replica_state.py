@@ -1,4 +1,4 @@
-"""Comparison of replicas by digests of parameters and buffers; embeddings with `max_norm`."""
+"""Comparison of replicas by digests, and renormalization of embeddings with `max_norm`."""
 
 from __future__ import annotations
 
@@ -58,10 +58,10 @@ class ReplicaState:
         self.due: float = 1 if self._compares or self.max_norm.tables else math.inf
 
     def before_update(self, update: int) -> None:
-        """Synchronize parameters that forward passes changed, and compare ranks if due.
+        """Synchronize parameters that forward passes changed, and compare ranks if necessary.
 
         Args:
-            update: number of the update that follows, from 1.
+            update: number of the next update, counted from 1.
 
         Raises:
             SyncError: ranks differ in a parameter or buffer, and either no majority has equal values or one rank
@@ -259,9 +259,10 @@ def _is_rounding(group: Group, tensor: Tensor) -> bool:
 class MaxNorm:
     """Renormalization of embedding rows on all ranks, instead of in torch's forward pass.
 
-    A row is renormalized once per step: before its first lookup, or before the update on ranks that did not look it up.
-    All ranks apply the same operation to the same bits, so their parameters stay equal. The rows are also renormalized
-    at the end of an evaluation. A later checkpoint or export then has the same rows as in a run on one process.
+    A row is renormalized once per step: before its first lookup, or before the update on ranks that did not look up the
+    row. All ranks apply the same operation to the same bits, so their parameters stay equal. The rows are also
+    renormalized at the end of an evaluation. A later checkpoint or export then has the same rows as in a run on one
+    process.
     """
 
     def __init__(self, engine: RankEngine) -> None:
@@ -321,7 +322,7 @@ MOST = 2  # number of times that a rank is restored; the next difference ends th
 
 @dataclass
 class Corruption:
-    """Repair of ranks whose values differ from those of the majority.
+    """Repair of ranks whose values differ from the majority's values.
 
     Attributes:
         found: details of each repair, for the run's record.

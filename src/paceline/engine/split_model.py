@@ -48,8 +48,8 @@ def divide(
 ) -> Split:
     """Return this rank's part of a model, for the batches that `loader` yields.
 
-    If the model has weights, they are moved into its parts. With `weights=False`, the weights of a `DeferredModel` stay
-    unset.
+    If the model has weights, the weights are moved into the parts. With `weights=False`, the weights of a
+    `DeferredModel` stay unset.
     """
     recorded = deferred_from(model) if isinstance(model, nn.Module) else model
     split = without_memory(recorded, plan, mesh, loader, loss, settings)
@@ -176,7 +176,7 @@ class SplitModel(Compute):
     def _placed(self, batch: Batch | None, count: int) -> Batch:
         """Return this rank's tokens of the batch, on its device.
 
-        Without a batch, it returns `count` copies of one sample.
+        If `batch` is None, the result is `count` copies of one sample.
         """
         placed = self.place(_repeated(self._sample, count) if batch is None else batch)
         return self.split.context.shard(placed) if self.split.context is not None else placed

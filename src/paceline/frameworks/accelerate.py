@@ -21,7 +21,7 @@ from paceline.frameworks.pytorch import CodecState, register_codec
 
 
 def code_gradients(owner: Any, codec: str) -> None:
-    """Make the model of an `Accelerator` or a Transformers `Trainer` send coded gradients.
+    """Make the model of an `Accelerator` or a Transformers `Trainer` send compressed gradients.
 
     Call this function before `accelerator.prepare` or `trainer.train`. See `CodecState` for the codecs.
 

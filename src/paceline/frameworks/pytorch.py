@@ -4,7 +4,7 @@ Call `init_process_group` on ranks that torchrun or another launcher has started
 
     model.register_comm_hook(CodecState("int8"), codec_hook)
 
-The codecs are the codecs of a plan's `compress=`, with error feedback. Without DDP, replicas take local steps and
+The codecs are the same as for `compress=` in a plan, with error feedback. Without DDP, replicas take local steps and
 synchronize parameters periodically:
 
     steps = LocalSteps(model, "diloco:30")
@@ -61,7 +61,7 @@ def init_process_group(**options: Any) -> None:
         options: options of `torch.distributed.init_process_group`, e.g. `timeout`.
 
     Raises:
-        LaunchError: a process group already exists.
+        LaunchError: the default process group already exists.
         ClusterError: the ranks cannot share memory.
     """
     ranks = int(os.environ.get(WORLD_SIZE, "1"))

@@ -180,7 +180,7 @@ class AllReduce(SyncRule):
         return Compressor(codec, lane.group, lane.traffic, seed=number)
 
     def lanes_over(self, dp: Group) -> tuple[list[Lane], str]:
-        """Create the lanes that sum the buckets, and explain the choice of the algorithm.
+        """Create the lanes that sum the buckets, and return the reason for their algorithm.
 
         The method reads `overlap`. A sum ends with a wait for its slowest message. With two lanes, one lane can use the
         link while the other lane waits.

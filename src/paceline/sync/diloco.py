@@ -29,7 +29,7 @@ class DiLoCo(LocalRule):
     """Apply an outer optimizer to the replicas' mean pseudo-gradient every `period` steps.
 
     The pseudo-gradient is the outer parameters minus the local parameters. The outer optimizer is SGD with Nesterov
-    momentum. It uses the pseudo-gradient as its gradient, and the replicas continue from the result.
+    momentum. The outer optimizer uses the pseudo-gradient as its gradient, and the replicas continue from the result.
 
     With `overlap`, a pseudo-gradient is sent while training continues, and the result is applied `overlap` steps later.
     The changes that a replica made in the meantime are added to the new outer parameters. (The paper averages outer and
@@ -105,8 +105,8 @@ class DiLoCo(LocalRule):
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the rule.
 
-        The method first waits for transfers in flight. Their results are saved, and are applied in the step in which
-        they are due.
+        The method first waits for transfers in flight. The results of these transfers are saved, and are applied in the
+        step in which they are due.
         """
         self.wait()
         state: dict[str, Any] = {"alike": self.identical}

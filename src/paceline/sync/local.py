@@ -81,7 +81,7 @@ class LocalRule(SyncRule):
         """Wait until no exchange is in flight."""
 
     def outer_state(self) -> dict[str, Tensor]:
-        """Return the rule's state that all replicas share, besides parameters, without a copy."""
+        """Return references to the state that all replicas share, except the parameters."""
         return {}
 
     def go_on(self, outer: dict[str, Tensor]) -> None:
@@ -118,7 +118,7 @@ class FlatParameters:
 
     @classmethod
     def of(cls, parameters: Sequence[Tensor], values: Tensor) -> FlatParameters:
-        """Assign each parameter, in order, a part of `values`, which has the same total size."""
+        """Assign a part of `values` to each parameter, in order; the total sizes must match."""
         pieces = values.split([p.numel() for p in parameters])
         return cls(list(parameters), values, [piece.view(p.shape) for piece, p in zip(pieces, parameters, strict=True)])
 
@@ -149,7 +149,7 @@ def by_dtype(parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
 def cut(parameters: Sequence[nn.Parameter], count: int) -> list[list[nn.Parameter]]:
     """Divide parameters into at most `count` groups of neighbours.
 
-    The largest group is as small as possible. A parameter is never divided, so a layer mostly stays in one group.
+    The largest group is as small as possible. A parameter is never divided, so most layers stay in one group.
     """
     if not parameters:
         return []

@@ -17,7 +17,7 @@ from paceline.comm.process_group import added_up, rows_to_send, sum_of_rows
 
 
 def numbers_of(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
-    """Return tensors that together contain every gradient once: dense tensors, and values of sparse ones.
+    """Return dense gradients, and the values of sparse gradients, each exactly once.
 
     Afterwards, each sparse gradient contains each row once and shares its values with the returned tensors.
     """

@@ -1,6 +1,6 @@
 """The protocol of a synchronization rule, the data of a rule, and its start.
 
-All replicas begin with the first replica's values. Before that, names, shapes and dtypes of parameters are compared.
+All replicas begin with the first replica's values. First, the ranks compare names, shapes and dtypes of parameters.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Reduction(NamedTuple):
     """Result of `SyncRule.after_backward`.
 
     Attributes:
-        gradients: tensors that together contain every gradient of this rank once; flat buffers if the rule uses them.
+        gradients: tensors with all gradients of this rank, each contained once; flat buffers if the rule uses them.
         scalars: the engine's scalars, summed over the replicas if `everywhere` is True. This is the tensor that the
             rule received, or a tensor of the same length in the rule's buffer. The engine writes the next step's
             scalars to this tensor.
@@ -119,7 +119,8 @@ class Replica:
             soon as the backward pass computes them.
         inner: the ranks of this replica; only this rank if it holds the whole replica.
         world: all ranks; `world.host` is the group of the ranks on this rank's host.
-        extra: parameters and buffers outside of the model that are trained with it, such as those of a loss module.
+        extra: parameters and buffers outside of the model that are trained with the model, such as parameters of a loss
+            module.
         owner: index of each parameter's optimizer, if there are several optimizers. A bucket contains only parameters
             of one optimizer.
         rows: tables with sparse gradients, for rules that support them (`SyncInfo.takes_rows`).
@@ -312,7 +313,7 @@ def build_rule(plan: Plan) -> SyncRule:
 
 
 def attach(rule: SyncRule, replica: Replica, plan: Plan) -> None:
-    """Attach a replica to the rule of its plan.
+    """Attach a replica to a sync rule.
 
     If the rule comes from another package, the ranks compare every collective call before it starts.
 

@@ -301,7 +301,7 @@ def measure_on_rank(transport: str) -> list[Collective]:
 def measure_collectives(group: Group, transports: Sequence[str]) -> list[Collective]:
     """Measure all-reduce, all-gather, reduce-scatter and messages over each transport.
 
-    Every rank must call this and gets the same result.
+    Every rank must call this function, and gets the same result.
     """
     found = []
     for transport in transports:

@@ -58,9 +58,9 @@ class Limit:
         all-to-all, and 1 for a broadcast and a message (Patarasuk & Yuan, 2009, doi:10.1016/j.jpdc.2008.09.002, applied
         to hosts instead of ranks).
 
-        Within a host of n ranks, each rank must read and write at least as many bytes as a copy of a part of the size.
-        The part is 1 for an all-reduce, a broadcast and a message, (n - 1)/n for an all-gather and an all-to-all, and
-        (1 + 1/n)/2 for a reduce-scatter.
+        Within a host of n ranks, each rank must copy at least a multiple of the size. The factor is 1 for an
+        all-reduce, a broadcast and a message, (n - 1)/n for an all-gather and an all-to-all, and (1 + 1/n)/2 for a
+        reduce-scatter.
         """
         ranks, hosts = len(self.hosts), len(set(self.hosts))
         others, away = (ranks - 1) / ranks, (hosts - 1) / hosts
@@ -276,7 +276,7 @@ def _echo(connection: socket.socket) -> None:
 def _stream(onward: socket.socket, back: socket.socket) -> float:
     """Send to the next host as fast as possible, and measure the receive rate.
 
-    The result is the number of bytes per second from the previous host, in the best interval.
+    The result is the highest number of bytes per second from the previous host in any interval.
     """
     fill_s, stretch_s, margin_s = _STREAM_S
     sender = threading.Thread(

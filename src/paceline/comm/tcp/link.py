@@ -435,7 +435,7 @@ class Greeting:
     Attributes:
         group: random name of the group.
         reconnect: True if the sender asks the other side to connect again, because only that side may connect.
-        sealed: the sender encrypts all later bytes.
+        sealed: True if the sender encrypts all later bytes.
         number: number of this connection, as counted by the accepting rank. In a reconnect request, the number of the
             previous connection.
         received: number of the stream's bytes that the sender has received.
@@ -460,7 +460,7 @@ class Greeting:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Greeting:
-        """Decode a message.
+        """Decode a greeting.
 
         Raises:
             ConnectionError: the bytes are not a greeting of this version of paceline.

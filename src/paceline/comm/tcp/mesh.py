@@ -1,6 +1,6 @@
 """Links from a rank to all other ranks of a group, for messages and failures.
 
-Two channels share a stream. On the channel for collectives, the next message goes to the first request. On the channel
+Each stream has two channels. On the channel for collectives, the next message goes to the first request. On the channel
 for c10d's messages, the next message goes to the first request for its tag. A message without a request is kept, so
 that it does not block later messages.
 """
@@ -62,7 +62,7 @@ class TcpSend:
 class LinkMesh(Breakage):
     """This rank's links to all other ranks.
 
-    Callers must hold the loop's lock, except for the constructor and `close`.
+    Callers of all methods except the constructor and `close` must hold the loop's lock.
     """
 
     def __init__(self, loop: TcpProgress, store: Store, rank: int, size: int, timeout_s: float) -> None:

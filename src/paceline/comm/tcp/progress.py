@@ -2,8 +2,8 @@
 
 Only one thread at a time is the *driver*. The driver sleeps until a socket is ready, reads and writes, and advances all
 operations. Other waiting threads sleep until their operation is done, or the driver stops. While no thread waits, the
-background thread polls from time to time. It replaces lost connections and acknowledges received bytes while this rank
-computes.
+background thread polls from time to time. The background thread replaces lost connections and acknowledges received
+bytes while this rank computes.
 """
 
 from __future__ import annotations

@@ -406,7 +406,7 @@ class ByteStream:
     # Reading
 
     def read(self) -> None:
-        """Read the available bytes, or a large part of them.
+        """Read the available bytes, up to a limit.
 
         Raises:
             ConnectionError: the other side has closed the connection without a last frame.

@@ -29,7 +29,7 @@ class MessageCodec:
         nbytes: size of an encoded tensor in bytes.
 
     Raises:
-        PlanError: the codec is unknown, or it supports only sums over ranks.
+        PlanError: the codec is unknown, or the codec supports only sums over ranks.
     """
 
     def __init__(self, text: str, numel: int, generator: torch.Generator) -> None:
@@ -83,7 +83,7 @@ class Feedback:
         The result is None if the encoded tensor would not be smaller, or if a value is not finite.
 
         Raises:
-            CheckpointError: the compression error that a checkpoint has for this name has another length.
+            CheckpointError: the checkpoint's compression error for this name and the tensor have different lengths.
         """
         codec = self._codecs.get(flat.numel())
         if codec is None:
@@ -127,8 +127,8 @@ class Feedback:
 def decoder(text: str) -> Callable[[Tensor, int], Tensor]:
     """Return a function that decodes a codec's messages.
 
-    The function takes the bytes and the number of values, and returns an fp32 tensor. It raises ServerRefused if the
-    number of bytes is wrong.
+    The function takes the bytes and the number of values, and returns an fp32 tensor. The function raises ServerRefused
+    if the number of bytes is wrong.
     """
     codecs: dict[int, MessageCodec] = {}
 

@@ -1,4 +1,4 @@
-"""`compress=auto`: compress gradients only if that shortens the step.
+"""Implementation of `compress=auto`: gradients are compressed only if this shortens the step.
 
 First, exact and compressed sums are timed outside of training steps. Then whole steps are timed with each codec that
 saves enough time.
@@ -7,9 +7,9 @@ Most clusters do not benefit from compression (Agarwal et al., 2022, "On the Uti
 Distributed Training Systems", arXiv:2103.00543). Therefore, a step uses a codec only if the codec is expected to save
 time. Steps without a codec are exact.
 
-`--plan auto` does not try compression. Its trials run only on the launcher's machine, and none of them changes the
-result of a step. Only the ranks of a run can measure the run's network, which determines whether a codec saves time.
-The ranks also choose a codec under torchrun and in custom training loops.
+`--plan auto` does not try compression. The trials of `--plan auto` run only on the launcher's machine, and must not
+change the result of a step. Only the ranks of a run can measure the run's network, which determines whether a codec
+saves time. The ranks also choose a codec under torchrun and in custom training loops.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class CodecChooser:
             `Compressor.sum`).
 
     Attributes:
-        codec: codec of the next step; "none" at first.
+        codec: codec of the next step; initially `none`.
         decided: True once the codec is final.
         message: reasons for the final codec.
         clock: function that returns the time in seconds.
@@ -116,7 +116,7 @@ class CodecChooser:
     def _best(self) -> str:
         """Choose the least lossy codec that is about as fast as the fastest codec.
 
-        The choice is "none" if the fastest codec does not shorten the step by `MARGIN`.
+        The choice is `none` if the fastest codec does not shorten the step by at least `MARGIN`.
         """
         fastest_s = min(self._measured_s.values())
         if fastest_s > (1 - MARGIN) * self._measured_s["none"]:
@@ -136,7 +136,7 @@ class CodecChooser:
 
 
 def _candidates(group: Group) -> tuple[list[str], list[str]]:
-    """Return the codecs to try, identical on every rank, and reasons for skipping others.
+    """Return the codecs to try, equal on every rank, and reasons for skipped codecs.
 
     A broken package on one rank must not stop a run if the plan does not name the package's codec. Every rank must call
     this function.

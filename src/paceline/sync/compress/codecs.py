@@ -81,8 +81,8 @@ class Coding:
         numbers: second codec, which encodes the numbers that this codec keeps.
         generator: random generator of this rank, on the tensors' device.
         group: the ranks over which the tensor is summed.
-        flat: the tensor, see `Compressor.sum`.
-        views: the encoded parts of `flat`, see `Compressor.sum`.
+        flat: the tensor to sum; see `Compressor.sum`.
+        views: the encoded parts of `flat`; see `Compressor.sum`.
         traffic: byte counters.
         scratch: temporary memory.
     """
@@ -106,7 +106,7 @@ def section(coded: Tensor, start: int, count: int, dtype: torch.dtype) -> Tensor
 
 
 def aligned(nbytes: int) -> int:
-    """Round up to a multiple of 8."""
+    """Round up to a multiple of `ALIGNMENT`, which is 8."""
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
@@ -172,12 +172,12 @@ class Cast:
 
 
 def fp16(coding: Coding) -> Cast:
-    """`compress=fp16`."""
+    """Create the codec of `compress=fp16`."""
     return Cast(torch.float16)
 
 
 def bf16(coding: Coding) -> Cast:
-    """`compress=bf16`."""
+    """Create the codec of `compress=bf16`."""
     return Cast(torch.bfloat16)
 
 
@@ -261,12 +261,12 @@ class Quantise:
 
 
 def int8(coding: Coding) -> Quantise:
-    """`compress=int8`."""
+    """Create the codec of `compress=int8`."""
     return Quantise(8, coding.generator)
 
 
 def int4(coding: Coding) -> Quantise:
-    """`compress=int4`."""
+    """Create the codec of `compress=int4`."""
     return Quantise(4, coding.generator)
 
 
@@ -319,7 +319,7 @@ class Sign:
 
 
 def one_bit(coding: Coding) -> Sign:
-    """`compress=1bit`."""
+    """Create the codec of `compress=1bit`."""
     return Sign()
 
 
@@ -374,8 +374,8 @@ class TopK:
     def _largest(self, blocks: Tensor) -> Tensor:
         """Find the indices of the largest numbers of each block, shape (k, blocks, kept).
 
-        These numbers are in the `kept` lanes with the largest maxima. On a CPU, the slow search is therefore limited to
-        these lanes. On a GPU, the search is fast.
+        The largest numbers are in the `kept` lanes with the largest maxima. On a CPU, the slow search is therefore
+        limited to these lanes. On a GPU, the search is fast.
         """
         sizes = blocks.abs()
         if self.kept * 4 > _LANES or blocks.device.type != "cpu":
@@ -397,6 +397,6 @@ class TopK:
 
 
 def topk(coding: Coding) -> TopK:
-    """`compress=topk:SHARE`."""
+    """Create the codec of `compress=topk:SHARE`."""
     assert coding.numbers is not None
     return TopK(coding.value, coding.numbers)

@@ -77,8 +77,8 @@ class Compressor:
             views: the parameters' views at the beginning of `flat`, in order. Values after the views (losses, votes)
                 are summed exactly.
 
-        If an encoded number is not finite on any rank, all encoded numbers become NaN on every rank, and error feedback
-        does not change.
+        If a number to encode is not finite on one rank, all encoded numbers become NaN on every rank, and error
+        feedback does not change.
 
         Raises:
             PlanError: the codec does not support the dtype.
@@ -235,8 +235,8 @@ class Chunked:
 
     The tensor ends with `exact` numbers that are summed exactly.
 
-    Between steps, the object keeps one fp32 number per encoded number for this rank's coding errors. On n ranks, it
-    keeps another 1/n as many numbers for the coding errors of the sum.
+    Between steps, the object keeps one fp32 number per encoded number for this rank's coding errors. On n ranks, the
+    object also keeps 1/n as many numbers for the coding errors of the sum.
     """
 
     def __init__(self, group: Group, codec: Codec, numel: int, exact: int, traffic: Traffic, scratch: Scratch) -> None:
@@ -280,7 +280,7 @@ def square(numbers: Tensor) -> float:
 
 
 class TwoPhase:
-    """Sum of an encoded and an exact part over ranks, in the same messages.
+    """Sum of an encoded part and an exact part over ranks, in the same messages.
 
     Each rank sums one chunk. First, every rank sends each chunk to the rank that sums it. Then every rank sends the sum
     of its chunk to all ranks.
@@ -381,7 +381,7 @@ class TwoPhase:
         return total
 
     def _decoded(self, message: Tensor) -> Tensor:
-        """Decode the numbers of one message; the result is valid until the next call."""
+        """Decode one message; the result is valid until the next call."""
         self.codec.decode(message[: self._exact_at].view(1, -1), self._piece.view(1, -1))
         return self._piece
 

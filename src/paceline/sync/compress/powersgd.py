@@ -1,6 +1,6 @@
 """Approximate sums of matrices with low-rank factors.
 
-PowerSGD (Vogels, Karimireddy & Jaggi, 2019, arXiv:1905.13727).
+The method is PowerSGD (Vogels, Karimireddy & Jaggi, 2019, arXiv:1905.13727).
 
 Each sum takes one step of power iteration, which starts from the previous result. P is the orthonormalized sum of M Q,
 Q is the sum of M^T P, and the sum of M is approximately P Q^T. The part of a rank's M outside of P's column space is
