@@ -165,8 +165,9 @@ def _check_not_distributed(sampler: Any, loader: DataLoader[Any], world: Group) 
     )
     raise DataError(
         "data.sampler_distributed",
-        "{sampler} draws one rank's part of {parts}. paceline divides the batches itself, so pass a loader as for "
-        "one process. Write {written}: batch_size counts the samples of all ranks together{size}",
+        "{sampler} draws the samples of one rank out of {parts}. paceline divides the batches itself, so pass a "
+        "loader as in a script for one process. Write {written}: batch_size counts the samples of all "
+        "ranks together{size}",
         sampler=name_of(sampler),
         parts=parts,
         written=written,

@@ -412,9 +412,9 @@ class Loader:
         differs = "; ".join(f"{name} was {saved[name]} and is {now[name]}" for name in now if saved[name] != now[name])
         raise DataError(
             "data.position_differs",
-            "the saved position is step {step} of an epoch that was divided differently: {differs}. Some samples "
-            "would be used twice, and others not at all. Resume with the same values, or change them at the end of "
-            "an epoch.",
+            "the saved position is step {step} of an epoch that was divided differently: {differs}. With the "
+            "new values, some samples would be used twice, and others not at all. Resume with the same values, or "
+            "change them at the end of an epoch.",
             step=state["step"],
             differs=differs,
         )

@@ -179,8 +179,8 @@ def failed(
         )
     return LoaderProcessError(
         "loader.workers_failed",
-        "{where}: the {workers} DataLoader worker processes failed: {reasons}. Killed workers often lacked memory, "
-        "so try a smaller num_workers.",
+        "{where}: the {workers} DataLoader worker processes failed: {reasons}. Workers are often killed for lack of "
+        "memory, so try a smaller num_workers.",
         where=where,
         workers=workers.count,
         reasons=said,

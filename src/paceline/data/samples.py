@@ -94,7 +94,7 @@ class RequestedSamples(Dataset[Any]):
             raise DataError(
                 "data.length_changed",
                 "replica {replica}: {dataset} has {length} samples at the start of epoch {epoch}, but the run was "
-                "set up for {expected}. A training set must keep its length while it is used.",
+                "set up for {expected}. The length of a training set must not change during a run.",
                 replica=self.replica,
                 dataset=self.name,
                 length=length,

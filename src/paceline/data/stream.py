@@ -315,9 +315,9 @@ class SamplerStream:
         if problems:
             raise DataError(
                 "data.samplers_differ",
-                "{problem}. Give the DataLoader a sampler that draws whole global batches, as in one process, and "
-                "the same indices on every rank, from a generator with a seed. paceline divides the batches over "
-                "the ranks.",
+                "{problem}. Give the DataLoader a sampler that draws whole global batches, as in one process. With a "
+                "seeded generator, the sampler draws the same indices on every rank. paceline divides the batches "
+                "over the ranks.",
                 problem=problems[0],
             )
         self._compared = True

@@ -84,7 +84,7 @@ class Items(RequestedSamples):
                 "data.batch_uncuttable",
                 "replica {replica}: {where} is a batch of type {class_name}. Its number of samples is not known, "
                 "so it cannot be divided over {replicas} ranks. Let the data set return single samples and give "
-                "the DataLoader a batch_size; or return tensors (in tuples, lists or dicts) with one row for each "
+                "the DataLoader a batch_size. Or return tensors (in tuples, lists or dicts) with one row for each "
                 "sample.",
                 replica=self.replica,
                 where=where,

@@ -42,7 +42,7 @@ _KEYS = ("sequence", "remat", *DEGREES[1:])  # plan keys that affect how a model
 
 
 def refused_of(job: Job, plans: Sequence[Plan], seconds: float) -> set[Plan]:
-    """Return the plans that cannot divide the model, checking for at most `seconds`."""
+    """Return the plans that cannot divide the model, as found within `seconds`."""
     preflight, until = Preflight(job), time.monotonic() + seconds
     refused = set()
     for plan in plans:

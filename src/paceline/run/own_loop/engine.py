@@ -154,7 +154,7 @@ class Engine(RankEngine):
             The mean loss over all ranks, detached; the same on every rank.
 
         Raises:
-            JobError: the result would differ from that of one process; the message says what to write instead.
+            JobError: the result would differ from a single process's result; the message says what to write instead.
             PlanError: the plan does not support this call.
             DataError: the number of samples behind the loss is unknown.
         """

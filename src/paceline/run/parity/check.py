@@ -41,8 +41,8 @@ TOLERANCES = {
     "bf16": Tolerance(5e-3, 1e-1, 1e-2, 1e-2),
     "fp16": Tolerance(5e-3, 1e-1, 1e-2, 1e-2),
 }
-# If rounding alone may change a job by more than this, a mistake, such as one rank's missing gradient, could not be
-# told from rounding.
+# If rounding alone may change a job by more than this, a mistake, such as one rank's missing gradient, could look like
+# rounding.
 CAP = Tolerance(2e-2, 3e-1, 3e-2, 3e-2)
 # A plan may differ by this multiple of the difference that a single process in the same precision shows. Some jobs
 # amplify rounding from step to step.
@@ -113,7 +113,7 @@ class Parity:
 
     @classmethod
     def of(cls, plan: Plan, found: Sequence[Compared], reference: Reference, tolerance: Tolerance) -> Parity:
-        """Compare the results of the plan's ranks with those of the single process."""
+        """Compare the results of the plan's ranks with the single process's results."""
         parity = cls(plan, tolerance, [_step(found, i, loss) for i, loss in enumerate(reference.losses)])
         parity.parameters = _largest(found)
         parity.report = found[0].report

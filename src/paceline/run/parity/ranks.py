@@ -1,7 +1,7 @@
 """Ranks of a parity check: steps under a plan, compared with a single process.
 
 The single process writes its tensors to files, and every rank compares its own shards with them. So no tensors are
-gathered, and replicas that have drifted apart are detected. The compared gradients are those of the optimizer step.
+gathered, and replicas that have drifted apart are detected. Gradients are compared in the form that the optimizer gets.
 """
 
 from __future__ import annotations

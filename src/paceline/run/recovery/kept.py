@@ -110,7 +110,7 @@ class KeptModel(Kept):
     def restore(self, engine: RankEngine, group: Group, start: Start) -> None:
         """See `Kept.restore`.
 
-        With a local rule, replicas keep their own parameters, and take the outer state from one rank.
+        If replicas take local steps, they keep their own parameters, and copy the outer state from one rank.
         """
         source = start.holders_of_part(group.rank, group.size)[0]
         if isinstance(engine.rule, LocalRule):

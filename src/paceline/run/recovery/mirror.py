@@ -87,7 +87,7 @@ class Mirror(KeptPart):
         self._off = False
 
     def start(self, group: Group, saved: int) -> Start | None:
-        """Choose the newest step of which the ranks have copies of all parts.
+        """Choose the newest step for which the ranks have copies of all parts.
 
         Returns None if there is no such step, or if a checkpoint is newer. All ranks of the group call this.
         """
