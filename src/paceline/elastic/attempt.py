@@ -162,7 +162,7 @@ class Attempt:
     def _hung(self) -> list[RankStatus]:
         """Ranks that have made no progress for too long.
 
-        These are all ranks if the ranks only wait for one another.
+        If all ranks only wait for one another, all ranks are returned.
         """
         ranks = self.ranks
         # a joining rank waits for the end of a step

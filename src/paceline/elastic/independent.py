@@ -247,7 +247,7 @@ class Independent(Losses):
     def _await(self, host: int, firsts: Sequence[int], *, needed: bool = False) -> bool:
         """Register workers and servers to start when their lost host comes back.
 
-        Return True if the host may come back.
+        The result is True if the host may come back.
         """
         assert self.ranks.remote is not None
         comes = self.ranks.remote.expect(host, again=bool(firsts) or needed)

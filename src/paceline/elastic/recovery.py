@@ -290,7 +290,7 @@ class Recovery(Losses):
     def _end_stopped(self) -> None:
         """Kill members that were suspended for too long.
 
-        The other members would otherwise wait for them until the deadline.
+        Without this, the other members would wait for the suspended members until the deadline.
         """
         late = self.ranks.stopped_too_long(self.members)
         for number in late if self.ending or len(self.ranks.stopped_now) < len(self.members) else ():

@@ -145,7 +145,7 @@ class ModelShare:
 
     Attributes:
         parameters: tensors that the optimizer steps on.
-        parts: which part of the full parameter each parameter is; None if all parameters are whole.
+        parts: the part of each full parameter that this rank holds; None if all parameters are whole.
     """
 
     parameters: Mapping[str, Tensor]
@@ -175,7 +175,7 @@ class ModelShare:
 
 
 def _state_part(name: str, value: Tensor, part: Part, *, local_steps: bool) -> Part:
-    """Return which part of an optimizer state tensor a rank holds.
+    """Return the part of an optimizer state tensor that a rank holds.
 
     The tensor is divided like its parameter, or it is whole on all ranks that hold a part of the parameter.
 

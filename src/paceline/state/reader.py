@@ -68,7 +68,7 @@ class TensorPieces(Mapping[str, Tensor]):
         """Read a rank's part of a tensor into `own`, and convert the dtype and device.
 
         Args:
-            layout: which part of the tensor `own` is; None for the whole tensor.
+            layout: the part of the tensor that `own` holds; None for the whole tensor.
 
         Raises:
             CheckpointError: a file cannot be read, or the pieces do not cover the requested part.

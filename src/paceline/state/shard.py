@@ -346,7 +346,7 @@ def to_write(
 
     Args:
         shared: the rank's part of every tensor, indexed by tensor name.
-        parts: which part of each tensor the rank holds. A tensor without an entry is whole on every rank.
+        parts: the part of each tensor that the rank holds. A tensor without an entry is whole on every rank.
     """
     # names and sizes of tensors, grouped by the axes along which ranks hold the same piece
     alike: dict[tuple[str, ...], dict[str, int]] = {}

@@ -65,7 +65,7 @@ class Snapshot:
         values: JSON values that are equal on all ranks, such as step, epoch, position, stop rule and parameter groups.
         own_values: JSON values that belong only to this rank.
         aliases: further names of tied tensors, each with the name of the tensor in `shared`.
-        parts: which part of each shared tensor this rank holds. A tensor without an entry is whole on every rank.
+        parts: the part of each shared tensor that this rank holds. A tensor without an entry is whole on every rank.
         coordinate: this rank's mesh coordinate; None if every rank is a replica.
         protected: step of an older checkpoint to keep, in addition to the newest ones.
     """

@@ -232,8 +232,8 @@ class Connection:
     def is_unanswered(self, for_s: float, packets: int) -> bool:
         """Return True if the other end's kernel has acknowledged nothing for `for_s` seconds.
 
-        The result is False if another connection from that host has recently received data, which happens on a full
-        link. If earlier round trips were long, the limit is at least twice the retransmission timeout.
+        The result is False if another connection has recently received data from the other end's host, which happens on
+        a full link. If earlier round trips were long, the limit is at least twice the retransmission timeout.
 
         Args:
             packets: minimum number of unacknowledged packets, unless a packet was retransmitted.
@@ -411,7 +411,7 @@ class Connection:
         return int(found[0][1]) if found else 0
 
     def close(self) -> None:
-        """Close the connection. An error is raised in threads that wait for a message."""
+        """Close the connection. Threads that wait for a message raise an error."""
         with self._lock:
             self._end()
             self._link.close()

@@ -63,8 +63,8 @@ def patience_s(link: socket.socket) -> float:
 def unanswered(link: socket.socket) -> tuple[bool, int, float]:
     """Return what is known about packets that the other end's kernel has not acknowledged.
 
-    The result has three parts: True if such a packet was retransmitted, the number of such packets, and the seconds
-    since the last acknowledgement.
+    The result has three parts: True if an unacknowledged packet was retransmitted, the number of unacknowledged
+    packets, and the seconds since the last acknowledgement.
 
     A connection that sends often retransmits late, because Linux delays the retransmission with each new packet (tail
     loss probes).
@@ -84,7 +84,7 @@ def is_heard(link: socket.socket, within_s: float) -> bool:
     """Return True if any TCP connection has recently received data from the peer's host.
 
     On a full link, small messages are delayed while bulk data still arrives. The result is False if the kernel does not
-    report such data.
+    report its connections.
     """
     found: list[float] = []
 

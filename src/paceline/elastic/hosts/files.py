@@ -169,7 +169,7 @@ def _about(path: Path) -> tuple[int, int]:
     return about.st_size, about.st_mtime_ns
 
 
-# folder in the copy that contains an empty file per requested folder, named like this folder with | for /
+# folder in the copy with one empty file per requested folder; its name is the folder's path with | instead of /
 WANTED = ".wanted"
 _LOOK_EVERY_S = 0.02
 

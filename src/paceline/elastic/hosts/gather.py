@@ -91,7 +91,7 @@ def welcomed(own: Host, meeting: Meeting, links: Sequence[Link], key: RunKey, *,
         measures: True to measure the links.
 
     Raises:
-        SystemExit: with exit code 130 or 143, if a host received SIGINT or SIGTERM meanwhile.
+        SystemExit: with exit code 130 or 143, if a host received SIGINT or SIGTERM during this call.
     """
     names = _different([own.name, *(link.name for link in links)])
     for link, name in zip(links, names[1:], strict=True):
@@ -185,7 +185,7 @@ def taken_in(
 
     Args:
         again: True if this host has lost a previous coordinator.
-        held: ranks that this host has kept since the loss of that coordinator.
+        held: ranks that this host has kept since the loss of the previous coordinator.
 
     Raises:
         LaunchError: the coordinator refuses this host.

@@ -136,7 +136,7 @@ class Returns:
                 self._revive(host)
 
     def leave_out(self, host: int, why: str = "was lost too often within an hour, and is left out of the run.") -> None:
-        """Do not allow a host to come back. `why` ends a sentence that begins with the name of the host."""
+        """Do not allow a host to come back, and store the reason `why`."""
         self.expected.discard(host)
         self.left_out[host] = why
 
@@ -209,7 +209,7 @@ class Hosts:
 
         Raises:
             LaunchError: a host does not answer in time.
-            SystemExit: with exit code 130 or 143, if a host received SIGINT or SIGTERM meanwhile.
+            SystemExit: with exit code 130 or 143, if a host received SIGINT or SIGTERM during this call.
         """
         links = [link for link in self.links if link.lost is None]
         for link in links:
@@ -547,7 +547,7 @@ class RemoteRanks:
         return bool(self._folders)
 
     def give_up_silent(self) -> None:
-        """Mark hosts as lost that have been silent for too long.
+        """Mark hosts that have been silent for too long as lost.
 
         A host that runs ranks normally sends several messages a second.
         """

@@ -82,7 +82,7 @@ class Link(Peer):
         standby_port: port on which the agent listens in case it becomes the coordinator; 0 if it never does.
         probes_port: port on which the agent answers probes of other hosts; 0 if it answers none.
         meets_again: True if the agent has lost a previous coordinator.
-        held: ranks that the agent has kept since the loss of that coordinator.
+        held: ranks that the agent has kept since the loss of the previous coordinator.
         clock_ahead_s: clock of the agent minus clock of the coordinator, in seconds.
         is_known_lost: True if the run's record already contains the loss of this host.
         heard_at: arrival time of the agent's last message, by the monotonic clock.
@@ -137,10 +137,10 @@ class Link(Peer):
         return None
 
     def answer(self, kind: type[M], deadline_s: float) -> M | None:
-        """Return the next message of a type, or None if the host is lost meanwhile.
+        """Return the next message of a type, or None if the host is lost first.
 
         Raises:
-            SystemExit: with exit code 130 or 143, if that host received SIGINT or SIGTERM meanwhile.
+            SystemExit: with exit code 130 or 143, if the host received SIGINT or SIGTERM during this call.
         """
         while (message := self.receive(deadline_s)) is not None:
             if isinstance(message, messages.Interrupted):

@@ -49,10 +49,10 @@ class Joining(Struct, tag=True, frozen=True):
         identity: text that is equal for processes with the same kernel and network namespace.
         address: address of the agent's end of this connection, at which other hosts can reach the agent.
         host: devices of the agent, as JSON of `paceline.cluster.cluster.Host`.
-        port: port at this address on which the agent listens in case it becomes the coordinator; 0 if it never does.
+        port: port on which the agent listens in case it becomes the coordinator; 0 if it never does.
         probes_port: port for probes of other hosts until ranks are prepared; 0 if probes are not answered.
         again: True if the agent has lost the previous coordinator.
-        held: ranks that the agent has kept since the loss of that coordinator.
+        held: ranks that the agent has kept since the loss of the previous coordinator.
     """
 
     number: int
@@ -286,7 +286,7 @@ class Successor(Struct, array_like=True, frozen=True):
     """Host that may become the coordinator.
 
     Attributes:
-        port: port at this address on which the host listens; 0 if it never coordinates.
+        port: port on which the host listens for other hosts; 0 if it never coordinates.
         host: devices of the host, as in `Joining`.
         lost: True if the host is lost, and may come back.
     """
