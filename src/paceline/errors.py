@@ -336,7 +336,7 @@ class LaunchError(PacelineError):
     Attributes:
         rank: the rank that failed first.
         final: True if a restart would fail in the same way.
-        rank_error: class name of the exception that the rank raised, if it raised one.
+        rank_error: class name of the exception that the rank raised; None without an exception.
         explained: True if the rank's exception was a PacelineError.
     """
 

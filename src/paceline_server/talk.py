@@ -459,7 +459,9 @@ class PeersMemory:
                     "shared.too_much", "the peer sent more than {limit:,} bytes of shared memory", limit=_MOST_BYTES
                 )
             if fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & SEALS != SEALS:
-                raise ChannelError("shared.shrinkable", "the peer sent shared memory that can still shrink")
+                raise ChannelError(
+                    "shared.shrinkable", "the peer sent shared memory that is not sealed against shrinking"
+                )
             if os.fstat(descriptor).st_size != nbytes + TOKEN_BYTES:
                 raise ChannelError(
                     "shared.size_differs",

@@ -102,7 +102,7 @@ def unpack(tree: Any, block: memoryview | None) -> Any:
     if block is not None and unpacker.used < len(block):
         raise RemoteError(
             "remote.bytes_of_no_tensor",
-            "{bytes:,} bytes attached to a message belong to none of its tensors",
+            "{bytes:,} bytes are attached to a message, but do not belong to any of its tensors",
             bytes=len(block) - unpacker.used,
         )
     return value

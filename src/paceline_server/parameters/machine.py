@@ -380,7 +380,7 @@ def read_action(values: Any) -> Action:
     except (msgspec.ValidationError, TypeError) as error:
         raise ServerRefused(
             "server.not_an_action",
-            "a client requested an action that the server does not have: {error}",
+            "a client requested an action that this server does not support: {error}",
             error=error,
         ) from None
 

@@ -206,7 +206,7 @@ class ParameterServer(Closing):
         if digest != self._settings.digest:
             raise ServerRefused(
                 "server.settings_differ",
-                "the settings of the parameter server differ between {caller} and the server",
+                "{caller} and this parameter server have different settings. Start both from the same job.",
                 caller=caller.name,
             )
         with self._turn:
