@@ -1,5 +1,5 @@
-"""Planner: plans, their checks and predictions, the search over them, and explanations.
+"""Planner: plans, their checks, predictions of cost, the search for a plan, and explanations.
 
 Read `plan.py` first, then `search/search.py` (`paceline.plan`), `prediction.py`, and the folders `check`, `cost` and
-`explain`. `model` traces one forward pass of a model.
+`explain`. The folder `model` traces one forward pass of a model.
 """

@@ -1,6 +1,6 @@
-"""Conversion of arguments to job, plan and cluster.
+"""Conversion of arguments to a job, a plan and a cluster.
 
-The functions and commands of `paceline` accept the same forms, so each form means the same everywhere.
+All functions and commands of `paceline` accept the same forms of these arguments.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ AnyCluster: TypeAlias = Cluster | str | Path
 
 
 def job_of(job: AnyJob) -> Job:
-    """Return the job, or read it from its file or URL.
+    """Return a job as it is, or load it from a file or URL.
 
     Raises:
-        JobError: the argument is not a job, file or URL, or the file is wrong.
+        JobError: the argument is not a job, a file or a URL, or the job file is invalid.
         StorageError: the URL cannot be read.
     """
     if isinstance(job, Job):
@@ -34,13 +34,13 @@ def job_of(job: AnyJob) -> Job:
 
 
 def plan_of(plan: AnyPlan, job: Job | None = None) -> Plan:
-    """Return the plan, or parse it from its text.
+    """Return a plan as it is, or parse a plan from text.
 
     Args:
         job: the job whose `gradient_accumulation_steps` are used if the plan does not set `microbatches`.
 
     Raises:
-        PlanError: the argument is neither a plan nor its text, or is `auto`, which stands for a choice among plans.
+        PlanError: the argument is not a plan or valid plan text, or it is `auto`, which names no single plan.
     """
     if isinstance(plan, Plan):
         return plan if job is None else plan.for_job(job)
@@ -58,15 +58,16 @@ def plan_of(plan: AnyPlan, job: Job | None = None) -> Plan:
 
 
 def plan_or_auto(plan: AnyPlan, job: Job | None = None) -> Plan | None:
-    """Return the plan as `plan_of` does, or None for `auto`."""
+    """Return the plan like `plan_of`, but accept `auto` and return None for it."""
     return None if plan == "auto" else plan_of(plan, job)
 
 
 def cluster_of(cluster: AnyCluster | None) -> Cluster:
-    """Return the cluster, or read it from its file or name; None is this machine.
+    """Return a cluster as it is, or load it from a file or name. None is this machine.
 
     Raises:
-        ClusterError: the argument is none of these, the file or the name is wrong, or this machine's GPUs do not work.
+        ClusterError: the argument is not a cluster, a file or a name; the file or name is invalid; or a GPU of this
+            machine does not work.
     """
     if cluster is None:
         return discover()
@@ -82,11 +83,11 @@ def cluster_of(cluster: AnyCluster | None) -> Cluster:
 
 
 def cluster_to_run_on(cluster: AnyCluster | None) -> Cluster:
-    """Return the cluster as `cluster_of` does, if ranks can run on it.
+    """Return the cluster like `cluster_of`, but refuse a cluster on which no rank can run.
 
     Raises:
-        ClusterError: as `cluster_of`; or there is no such file; or the name is only in the hardware catalogue,
-            without real machines.
+        ClusterError: `cluster_of` raises it, the file does not exist, or the name comes from the hardware catalogue and
+            has no real machines.
     """
     try:
         found = cluster_of(cluster)
@@ -110,7 +111,7 @@ def cluster_to_run_on(cluster: AnyCluster | None) -> Cluster:
 
 
 def _kind(given: Any) -> str:
-    """Name the kind of a wrong argument; if two arguments were exchanged, name their order."""
+    """Describe the type of a wrong argument, and the expected order of swapped arguments."""
     nouns = {Job: "a Job", Plan: "a Plan", Cluster: "a Cluster"}
     noun = next((noun for kind, noun in nouns.items() if isinstance(given, kind)), None)
     order = ". The order is (job, plan, *, cluster)" if noun else ""

@@ -1,9 +1,9 @@
-"""Calibration: measured times and memory of a job on this machine, and their cache.
+"""Calibration: measured times and memory of a job on this machine, kept in a cache.
 
-A calibration has the inputs that a cost model for CPUs cannot derive from shapes. These are the time of each part of
-the model at several microbatch sizes (alone, and while other ranks use the other cores and the memory), the overhead of
-each kind of split, the time of each collective over each transport, and the memory of a rank's process without a model.
-Measuring takes a few seconds.
+A calibration contains the inputs of the CPU cost model that cannot be derived from shapes. They are the time of each
+part of the model at several microbatch sizes, the overhead of each kind of split, the time of each collective over each
+transport, and the memory of a rank's process without a model. Times are measured both for one rank alone and while
+other ranks use the remaining cores. Measuring takes a few seconds.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ _WORK = ("model", "freeze", "data", "loss", "optimizer", "global_batch", "clip_n
 
 @dataclass(frozen=True)
 class PassTiming:
-    """Times of one forward and backward pass of the undivided model on a rank.
+    """Times of one forward and backward pass of the undivided model on one rank.
 
-    They are medians of several runs.
+    Each time is the median of several runs.
 
     Attributes:
-        ranks: number of ranks that computed the same pass at once, each with `threads`.
-        samples: samples of the microbatch.
-        forward_s, backward_s: seconds by segment; the loss belongs to the last one.
-        peak_bytes: peak memory of the passes beyond parameters: gradients, activations, kernels' workspaces.
+        ranks: number of ranks that ran the same pass at the same time, each with `threads` threads.
+        samples: number of samples in the microbatch.
+        forward_s, backward_s: seconds for each segment of the model; the last segment includes the loss.
+        peak_bytes: peak memory of the passes without the parameters: gradients, activations and kernel workspaces.
     """
 
     ranks: int
@@ -61,25 +61,25 @@ class PassTiming:
 
     @property
     def seconds(self) -> float:
-        """Seconds of both passes."""
+        """Seconds of the forward and backward pass together."""
         return sum(self.forward_s) + sum(self.backward_s)
 
 
 @dataclass(frozen=True)
 class CalibrationPoint:
-    """Steps of the engine with the model divided along one axis.
+    """Measured steps of the engine with the model divided along one axis.
 
-    The ranks communicate by shared memory. Times are medians of a step's parts, in seconds.
+    The ranks communicate through shared memory. Each time is the median for one part of a step, in seconds.
 
     Attributes:
-        axis: the divided axis; with `none`, one rank alone has all cores.
+        axis: the axis along which the model is divided; `none` means that one rank alone uses all cores.
         ranks: ranks along the axis.
-        samples: samples of a microbatch.
-        microbatches: microbatches in a data-parallel rank's part of the batch.
-        compute_s: mean over the ranks, including the collectives inside the passes.
-        comm_s: the remaining time of the step, including the wait for slower ranks.
-        peak_bytes: smallest peak memory of the ranks' processes, because the rank with the smallest peak had the least
-            previous work.
+        samples: number of samples in a microbatch.
+        microbatches: number of microbatches of each data-parallel rank in a step.
+        compute_s: compute time, averaged over the ranks, including the collectives inside the passes.
+        comm_s: remaining time of the step, including the time spent waiting for slower ranks.
+        peak_bytes: peak memory of the rank whose peak is the lowest; memory left over from earlier work inflates the
+            other peaks.
     """
 
     axis: Axis
@@ -102,13 +102,13 @@ class CalibrationPoint:
 
 @dataclass(frozen=True)
 class Collective:
-    """Measured times of a collective over a transport, by size.
+    """Measured times of one collective over one transport, by buffer size.
 
-    Sizes are bytes of the larger of a rank's buffers, ascending.
+    Each size is the number of bytes in the larger of a rank's input and output buffers. Sizes ascend.
 
     Attributes:
         name: `all_reduce`, `all_gather`, `reduce_scatter` or `send_receive` (one way).
-        cpu_s: CPU time of a rank's threads in one call.
+        cpu_s: CPU seconds that all threads of one rank use in one call, for each size.
     """
 
     transport: str
@@ -119,25 +119,26 @@ class Collective:
     cpu_s: tuple[float, ...]
 
     def time_s(self, size_bytes: float) -> float:
-        """Return the seconds of a call of any size."""
+        """Return the interpolated time of one call, in seconds."""
         return interpolated(self.sizes, self.times_s, size_bytes)
 
     def busy_s(self, size_bytes: float) -> float:
-        """Return the CPU seconds of a call of any size."""
+        """Return the interpolated CPU time of one call, in seconds."""
         return interpolated(self.sizes, self.cpu_s, size_bytes)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Measurements:
-    """Measurements by the ranks of a calibration; times in seconds, sizes in bytes.
+    """Measurements that the ranks of a calibration make. Times are in seconds, sizes in bytes.
 
     Attributes:
         parameters: number of the model's parameters.
-        segments: names of the first modules of the parts of the model, in the order of a forward pass; the first is "".
-        optimizer_s: time to update the whole model on one rank while the others do the same: `plain`, and `fused` if
-            available.
-        baseline_bytes: memory of a rank's process with torch and the data, before it has a model.
-        notes: sentences about failed measurements.
+        segments: for each segment of the model, in the order of a forward pass, the name of its first module; the first
+            name is "".
+        optimizer_s: time of one optimizer step on the whole model while every rank performs one: `plain`, and `fused`
+            if available.
+        baseline_bytes: memory of a rank's process after it loads torch and the data, but before it builds a model.
+        notes: one sentence for each failed measurement.
     """
 
     parameters: int
@@ -155,11 +156,13 @@ class Calibration(Measurements):
     """Measurements of a job on a machine.
 
     Attributes:
-        key: key of the job's work and the machine's shape (`key_of`).
-        machine: `cpu`, `cores`, `torch` and `paceline`; a change of any of them invalidates the calibration.
-        created: seconds since 1970.
-        reference_s: time of a small fixed computation, which shows whether the machine is as fast as before.
-        cores, ranks: cores of the machine; ranks that were measured together.
+        key: cache key, which depends on the job and on the number of cores (`key_of`).
+        machine: the CPU's name, the number of cores, and the versions of torch and paceline; a change of any of them
+            invalidates the calibration.
+        created: creation time, in seconds since 1970.
+        reference_s: time of a small fixed computation, in seconds; the computation is repeated later to detect a change
+            of the machine's speed.
+        cores, ranks: number of cores of the machine, and number of ranks that were measured together.
     """
 
     key: str
@@ -175,15 +178,15 @@ class Calibration(Measurements):
         return hash((self.key, self.created))
 
     def to_json(self) -> str:
-        """Return JSON text, which `from_json` reads back to an equal calibration."""
+        """Return the calibration as JSON text for `from_json`."""
         return json.dumps({"format": FORMAT, **asdict(self)}, indent=1)
 
     @classmethod
     def from_json(cls, text: str) -> Calibration:
-        """Read the text written by `to_json`.
+        """Parse the JSON text that `to_json` returns.
 
         Raises:
-            ValueError: the text is not a calibration, or has another version's format.
+            ValueError: the text is not a calibration, or its format is from another version.
         """
         values = json.loads(text)
         if not isinstance(values, dict) or values.pop("format", None) != FORMAT:
@@ -195,11 +198,11 @@ class Calibration(Measurements):
 
     @cached_property
     def precisions(self) -> tuple[str, ...]:
-        """Measured precisions, in order."""
+        """Precisions that were measured, in the order of measurement."""
         return tuple(dict.fromkeys(timing.precision for timing in self.timings))
 
     def nearest_precision(self, precision: str) -> str:
-        """Return `precision` if it was measured, else the first measured one."""
+        """Return `precision` if it was measured, else the first measured precision."""
         return precision if precision in self.precisions else self.precisions[0]
 
     @cached_property
@@ -210,27 +213,33 @@ class Calibration(Measurements):
         return found
 
     def timings_of(self, ranks: int, precision: str, remat: str = "none") -> list[PassTiming]:
-        """Return pass timings by ascending samples, measured with the nearest number of ranks."""
+        """Return the pass timings for the measured number of ranks nearest to `ranks`.
+
+        The timings are sorted by ascending number of samples.
+        """
         measured = sorted(
             {n for n, p, r in self._by_kind if p == precision and r == remat}, key=lambda n: (abs(n - ranks), -n)
         )
         return self._by_kind[measured[0], precision, remat] if measured else []
 
     def points_of(self, axis: str, precision: str) -> list[CalibrationPoint]:
-        """Return calibration points of an axis in this precision, else in any."""
+        """Return the calibration points of an axis in this precision.
+
+        If there are none, the points in all precisions are returned.
+        """
         found = [point for point in self.points if point.axis == axis]
         return [point for point in found if point.precision == precision] or found
 
     def collective(self, transport: str, name: str) -> Collective | None:
-        """Return the measured times of a collective, or None."""
+        """Return the measured times of a collective, or None if it was not measured."""
         return next((c for c in self.collectives if c.transport == transport and c.name == name), None)
 
 
 def interpolated(xs: Sequence[float], ys: Sequence[float], x: float) -> float:
-    """Interpolate points linearly, `xs` ascending.
+    """Interpolate linearly between points with ascending `xs`.
 
-    Beyond the last point its line continues, but never falls below the last value. Before the first point, values are
-    at least half of the first value.
+    Beyond the last point, the last segment is extrapolated, but the result is never below the last value. Before the
+    first point, the result is at least half of the first value.
     """
     if len(xs) == 1:
         return ys[0] * x / xs[0] if x > xs[0] else ys[0]
@@ -244,39 +253,41 @@ def interpolated(xs: Sequence[float], ys: Sequence[float], x: float) -> float:
 
 
 def key_of(job: Job, host: Host) -> str:
-    """Return the cache key: the job fields and machine shape that affect timing.
+    """Return the cache key for a job on a host.
 
-    Age, versions and speed are checked when a file is read (`why_stale`).
+    The key depends on everything that affects timing, except age, versions and speed. `why_stale` checks these when a
+    file is read.
     """
     facts = cache.work_facts(job, _WORK) | {"cores": host.cores, "physical": host.physical_cores}
     return f"{job.name}-{cache.short_hash(facts)}"
 
 
 def transport_note(transport: str, error: str) -> str:
-    """Return the note of a calibration in which a package's transport failed."""
+    """Return a note that says that the transport of an installed package failed during calibration."""
     return f"transport={transport}: {error}"
 
 
 def failed_transport(note: str) -> str | None:
-    """Return the transport that a note of a calibration is about; None for other notes."""
+    """Return the transport named in a `transport_note`, or None for any other note."""
     start, _, rest = note.partition("=")
     return rest.partition(":")[0] if start == "transport" else None
 
 
 def cache_file(key: str) -> Path:
-    """Return the file of the calibration with this key."""
+    """Return the path of the cache file for this key."""
     return cache_folder() / "calibration" / f"{key}.json"
 
 
 def machine_of(host: Host) -> dict[str, str]:
-    """Return facts that must not change for a calibration to stay valid."""
+    """Return the properties of the machine that a calibration depends on."""
     return {"cpu": host.cpu, "cores": str(host.cores), "torch": version("torch"), "paceline": version("paceline")}
 
 
 def reference_time_s() -> float:
     """Measure the shortest time of a small fixed computation, in seconds.
 
-    It is repeated for a fifth of a second. Other load only ever increases the time.
+    The computation is repeated for a fifth of a second. The shortest time is used because other load can only increase
+    it.
     """
     data, best, until = bytes(_REFERENCE_BYTES), float("inf"), time.perf_counter() + _REFERENCE_S
     while (started := time.perf_counter()) < until:
@@ -302,7 +313,10 @@ def why_stale(found: Calibration, host: Host, *, reference_s: float, now: float 
 
 
 def kept(key: str, host: Host, *, reference_s: float) -> tuple[Calibration | None, str | None]:
-    """Return the cached calibration and None, or None and why a cached one is invalid."""
+    """Return the cached calibration, and the reason why it is invalid.
+
+    One of the two is None; both are None if nothing is cached.
+    """
     file = cache_file(key)
     if not file.is_file():
         return None, None
@@ -315,5 +329,5 @@ def kept(key: str, host: Host, *, reference_s: float) -> tuple[Calibration | Non
 
 
 def keep(found: Calibration, busy: float = 0.0) -> str:
-    """Write a calibration to the user's cache; see `cache.keep`."""
+    """Write a calibration to the user's cache, as `cache.keep` does."""
     return cache.keep(cache_file(found.key), found.to_json(), busy=busy)

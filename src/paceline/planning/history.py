@@ -1,7 +1,7 @@
-"""Predicted and measured step times of this hardware, which correct later predictions.
+"""History of predicted and measured step times on this hardware, which corrects later predictions.
 
-There is one file for each kind of hardware in the user's cache, with one pair per line. Measuring appends lines; no
-line is ever rewritten.
+The user's cache contains one file for each kind of hardware, with one pair per line. New pairs are appended, and
+existing lines are never changed.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from paceline.planning.cost.layout import Prediction
 from paceline.planning.plan import DEGREES, Plan
 from paceline.units import count, percent
 
-# number of newest pairs that count
+# number of newest pairs from which corrections are computed
 NEWEST = 40
-# Weights of the priors, in pairs: for a factor of 1 over all plans, and for the factor of all plans in one kind of
-# plan.
+# Weights of the priors, as equivalent numbers of pairs. DOUBT is for the factor of all plans, whose prior is 1.
+# DOUBT_OF_KIND is for one kind of plan, whose prior is the factor of all plans.
 DOUBT, DOUBT_OF_KIND = 0.5, 4.0
 # weight of a pair of the same job, relative to another job's pair
 OWN_WEIGHT = 4.0
@@ -44,16 +44,16 @@ _MARK = "corrected by what was measured before"
 
 @dataclass(frozen=True)
 class Pair:
-    """A prediction and the measurement of the same plan.
+    """Predicted and measured step time of the same plan.
 
     Attributes:
         plan: text of the plan.
-        predicted_s, measured_s: step times; the prediction is uncorrected.
-        work: hash of the trained work (`work_of`).
+        predicted_s, measured_s: step times in seconds; the prediction is without corrections from the history.
+        work: hash of the job fields that affect step time (`work_of`).
         calibrated: True if the prediction used measurements of the machines.
-        job: name of the job, for people.
-        hardware: a phrase, for people.
-        created: seconds since 1970.
+        job: name of the job, for display.
+        hardware: description of the hardware, for display.
+        created: time of the measurement, in seconds since 1970.
     """
 
     plan: str
@@ -69,7 +69,7 @@ class Pair:
     def of(
         cls, job: Job, cluster: Cluster, plan: Plan, *, predicted_s: float, measured_s: float, calibrated: bool
     ) -> Pair:
-        """Return the pair of a plan that was just measured."""
+        """Create the pair of a plan that was measured just now."""
         return cls(
             str(plan),
             predicted_s,
@@ -83,7 +83,7 @@ class Pair:
 
     @property
     def usable(self) -> bool:
-        """True if both values are times, and their ratio is plausible."""
+        """True if both times are positive and finite, and their ratio is plausible."""
         times = (self.predicted_s, self.measured_s)
         if not isinstance(self.plan, str) or not all(
             isinstance(t, (int, float)) and math.isfinite(t) and t > 0 for t in times
@@ -97,7 +97,7 @@ class Correction:
     """Correction factor for predictions of one kind of plan.
 
     Attributes:
-        factor: multiplies predicted times.
+        factor: factor by which predicted times are multiplied.
         pairs: number of pairs of this kind.
         all: number of pairs of all kinds.
     """
@@ -110,12 +110,12 @@ class Correction:
 def corrected(
     prediction: Prediction, job: Job, cluster: Cluster, plan: Plan, *, calibrated: bool = False
 ) -> Prediction:
-    """Correct a prediction by earlier errors on this hardware, and add a note.
+    """Correct a prediction by earlier prediction errors on this hardware, and add a note.
 
-    The prediction is returned unchanged if there are no earlier errors.
+    Without earlier measurements, the prediction is returned unchanged.
 
     Args:
-        calibrated: True if the prediction used measurements of the machines; other predictions have different errors.
+        calibrated: True if the prediction used measurements of the machines. Only pairs with the same value are used.
     """
     if any(_MARK in note for note in prediction.notes):
         return prediction
@@ -133,10 +133,10 @@ def corrected(
 def correction(job: Job, cluster: Cluster, plan: Plan, *, calibrated: bool = False) -> Correction:
     """Compute the correction from the newest pairs on this hardware.
 
-    It is the geometric mean of measured / predicted, first over all plans and then over the plans of this kind. With
-    few pairs, the mean of the kind is shrunk towards the mean of all, so that a machine that is slower than predicted
-    does not favour plans that were never measured. The mean of all is shrunk towards 1. Pairs of the same job have a
-    larger weight. Plans are of one kind if the same degrees exceed 1 and remat is the same.
+    The factor is the geometric mean of measured / predicted over plans of the same kind. With few pairs of this kind,
+    the mean is shrunk towards the mean over all plans. Otherwise, on a machine that is slower than predicted, plans
+    that were never measured would look faster than measured ones. The mean over all plans is shrunk towards 1. Pairs of
+    the same job have a larger weight. Two plans are of the same kind if the same degrees exceed 1 and remat is equal.
     """
     kind, work = kind_of(plan), work_of(job)
     known = [pair for pair in pairs(cluster) if pair.calibrated == calibrated]
@@ -148,16 +148,21 @@ def correction(job: Job, cluster: Cluster, plan: Plan, *, calibrated: bool = Fal
 
 
 def _mean(of: Sequence[Pair], work: str, *, towards: float, doubt: float) -> float:
-    """Return the mean logarithm of measured / predicted, with `doubt` additional pairs at `towards`."""
+    """Return the weighted mean logarithm of measured / predicted.
+
+    The mean is shrunk as if there were `doubt` additional pairs whose logarithm is `towards`.
+    """
     weights = [OWN_WEIGHT if pair.work == work else 1.0 for pair in of]
     logs = [math.log(pair.measured_s / pair.predicted_s) for pair in of]
     return (sum(w * r for w, r in zip(weights, logs, strict=True)) + doubt * towards) / (sum(weights) + doubt)
 
 
 def remember(pair: Pair, cluster: Cluster) -> bool:
-    """Append a pair; return False if it is unusable or the cache cannot be written.
+    """Append a pair to the history of the hardware.
 
-    Concurrent writers do not harm each other.
+    Return False if the pair is unusable or the cache cannot be written.
+
+    Several processes may append at the same time.
     """
     if not pair.usable:
         return False
@@ -176,7 +181,10 @@ def remember(pair: Pair, cluster: Cluster) -> bool:
 
 
 def pairs(cluster: Cluster) -> tuple[Pair, ...]:
-    """Return the newest usable pairs of the hardware, oldest first; other lines are skipped."""
+    """Return the newest usable pairs of the hardware, the oldest first.
+
+    Lines that cannot be parsed are skipped.
+    """
     file = file_of(cluster)
     try:
         about = file.stat()
@@ -193,16 +201,16 @@ def pairs(cluster: Cluster) -> tuple[Pair, ...]:
 def kind_of(plan: Plan) -> str:
     """Return the kind of a plan: its degrees above 1 and its remat.
 
-    Examples are `dp tp`, `fsdp block`, and `one rank`.
+    Examples of kinds are `dp tp`, `fsdp block` and `one rank`.
     """
     degrees = [axis for axis in DEGREES if getattr(plan, axis) > 1] or ["one rank"]
     return " ".join([*degrees, *([plan.remat] if plan.remat != "none" else [])])
 
 
 def work_of(job: Job) -> str:
-    """Return a short hash of the work that affects step time.
+    """Return a short hash of the job fields that affect step time.
 
-    The work is the model, data, loss, optimizer, batch and precision.
+    These fields are the model, data, loss, optimizer, batch and precision.
     """
     return short_hash(
         work_facts(job, ("model", "freeze", "data", "loss", "optimizer", "global_batch", "precision"))["job"]
@@ -210,9 +218,9 @@ def work_of(job: Job) -> str:
 
 
 def hardware_of(cluster: Cluster) -> list[object]:
-    """Return facts about hosts that affect step time, as plain values.
+    """Return the properties of hosts that affect step time, as plain values.
 
-    They are cores, GPUs and emulation.
+    These properties are CPUs, cores, GPUs and emulation.
     """
     hosts = [
         [h.cpu, h.cores, h.physical_cores, [[gpu.name, gpu.memory_bytes] for gpu in h.gpus]] for h in cluster.hosts
@@ -220,12 +228,12 @@ def hardware_of(cluster: Cluster) -> list[object]:
     return [hosts, cluster.emulate.model_dump(mode="json") if cluster.emulate else None]
 
 
-# by file: its (mtime, size, inode) at the last read, and its pairs
+# maps a file to its (mtime, size, inode) at the last read, and its pairs
 _read: dict[Path, tuple[tuple[int, int, int] | None, tuple[Pair, ...]]] = {}
 
 
 def file_of(cluster: Cluster) -> Path:
-    """Return the file with the history of this hardware."""
+    """Return the path of the history file of this hardware."""
     return cache_folder() / "history" / f"{short_hash(hardware_of(cluster))}.jsonl"
 
 
@@ -235,7 +243,7 @@ def _pairs(lines: bytes) -> Iterator[Pair]:
             pair = Pair(**json.loads(line))
             usable = pair.usable and bool(_kind_of_text(pair.plan))
         except (ValueError, TypeError):
-            # truncated by a crash or by the start of the tail, or written by another version
+            # the line is cut off by a crash or by the start of the tail, or another version wrote it
             continue
         if usable:
             yield pair
@@ -243,7 +251,7 @@ def _pairs(lines: bytes) -> Iterator[Pair]:
 
 @cache
 def _kind_of_text(text: str) -> str:
-    """Return the kind of the plan in a text. "" if the text is not a valid plan."""
+    """Return the kind of a plan given as text; "" for invalid text."""
     try:
         return kind_of(Plan.parse(text))
     except PlanError:  # written by another version
@@ -265,19 +273,21 @@ WORK = (
     "precision",
     "partition",
 )
-# share of the cores; measurements while other processes used more are not saved
+# largest share of the cores that other processes may use during measurements that are saved
 MOST_OTHER_WORK = 0.25
-# seconds for measuring other processes' use of the cores
+# time in seconds over which other processes' use of the cores is measured
 _LOOK_S = 0.2
 
 
 def keep(file: Path, text: str, *, busy: float = 0.0, hint: str = "") -> str:
-    """Write a file of the cache atomically; return a phrase with its location.
+    """Write a cache file atomically, and return a phrase that states where it is.
+
+    If the file cannot be written, the phrase states the reason.
 
     Args:
-        busy: share of the cores that other processes used during the measurement; above `MOST_OTHER_WORK` nothing is
+        busy: share of the cores that other processes used during the measurement. Above `MOST_OTHER_WORK`, nothing is
             written.
-        hint: the end of the phrase.
+        hint: text that is appended to the phrase.
     """
     if busy > MOST_OTHER_WORK:
         return f"not kept, as other work took {percent(busy, 0)} of the cores"
@@ -289,14 +299,15 @@ def keep(file: Path, text: str, *, busy: float = 0.0, hint: str = "") -> str:
 
 
 def other_work() -> float:
-    """Measure the share of the cores that other processes use, before the ranks start."""
+    """Measure the share of the cores that other processes use. Call this before the ranks start."""
     return psutil.cpu_percent(_LOOK_S) / 100
 
 
 def work_facts(job: Job, keys: Iterable[str]) -> dict[str, Any]:
-    """Return facts about a job's work, which determine the name of a cache file.
+    """Return the facts about a job that determine the name of a cache file.
 
-    They are these keys, and the code that they name. The learning rate does not affect time, and is left out.
+    The facts are the values of `keys`, and hashes of the code files that these values name. The learning rate is left
+    out because it does not affect time.
     """
     values = job.model_dump(mode="json", include=set(keys))
     values["optimizer"].pop("lr", None)
@@ -304,9 +315,9 @@ def work_facts(job: Job, keys: Iterable[str]) -> dict[str, Any]:
 
 
 def digests(values: Any) -> Iterator[str]:
-    """Return SHA-256 digests of the Python and JSON files that the job names.
+    """Yield the SHA-256 digests of the Python and JSON files that `values` name.
 
-    So an edited model counts as another model.
+    The digests distinguish a model from its edited version.
     """
     if isinstance(values, dict):
         for value in values.values():
@@ -318,5 +329,5 @@ def digests(values: Any) -> Iterator[str]:
 
 
 def short_hash(facts: object) -> str:
-    """Hash plain values, for the name of a file."""
+    """Return a short hash of plain values, for use in a file name."""
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:20]

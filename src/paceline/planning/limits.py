@@ -1,8 +1,8 @@
-"""Limits of plans: rules by which plans are refused, using only numbers and names.
+"""Limits of plans: rules that need only numbers and names to refuse a plan.
 
-The check before the start applies them to what is known about a model without a forward pass. The split at run time
-applies them to the traced model. Each rule returns a problem of the part of the plan that it knows, such as `tp=3`,
-with the values that would work, or None if the plan passes. `PlanProblem.about` names the whole plan.
+The check before the start applies these rules to a model of which only shapes are known. The split at run time applies
+them to the traced model. Each rule returns a problem with values that would work, or None if the plan passes. The
+problem names only one part of the plan, such as `tp=3`; `PlanProblem.about` inserts the whole plan.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def no_attention(cp: int) -> PlanProblem:
-    """Return the reason against context parallelism of a model without attention."""
+    """Return the problem of context parallelism with a model that has no attention."""
     return PlanProblem(
         "plan.no_attention",
         "plan {plan} divides the tokens of a sequence, but the model has no attention over tokens. Use cp=1.",
@@ -32,7 +32,7 @@ def no_attention(cp: int) -> PlanProblem:
 
 
 def no_blocks_to_recompute(remat: str) -> PlanProblem:
-    """Return the reason against recomputing activations of a model without repeated blocks."""
+    """Return the problem of activation recomputation with a model that has no repeated blocks."""
     return PlanProblem(
         "plan.no_blocks_to_recompute",
         "plan {plan} recomputes blocks instead of keeping their activations, but the model has no repeated blocks. "
@@ -42,7 +42,7 @@ def no_blocks_to_recompute(remat: str) -> PlanProblem:
 
 
 def other_world(plan: Plan, world: int) -> PlanProblem | None:
-    """Return the reason why a plan cannot run on the ranks that were started."""
+    """Check that a plan has as many ranks as were started."""
     if plan.ranks == world:
         return None
     others = plan.ranks // plan.dp
@@ -60,11 +60,11 @@ def other_world(plan: Plan, world: int) -> PlanProblem | None:
 def undivided_heads(
     heads: Mapping[str, Sequence[int]], tp: int, shared: Mapping[str, Sequence[int]] | None = None
 ) -> PlanProblem | None:
-    """Return the reason why heads cannot be divided over `tp` ranks.
+    """Check that attention heads can be divided over `tp` ranks.
 
     Args:
-        heads: the model's numbers of heads by kind, such as `attention heads`.
-        shared: numbers of heads of keys and values, which several ranks may share.
+        heads: numbers of heads in the model, for each kind of head, such as `attention heads`.
+        shared: numbers of key-value heads, for each kind; several ranks may share such a head.
     """
     keys = shared or {}
     wrong = [f"{what} ({_numbers(found)})" for what, found in heads.items() if any(n % tp for n in found)]
@@ -86,16 +86,16 @@ def undivided_heads(
 
 
 def shares_heads(heads: Sequence[int], tp: int) -> bool:
-    """True if ranks have whole heads of keys and values, or several share one."""
+    """True if each rank has whole key-value heads, or several ranks share one."""
     return all(n % tp == 0 or tp % n == 0 for n in heads)
 
 
 def undivided_experts(experts: Sequence[int], ep: int, where: str = "") -> PlanProblem | None:
-    """Return the reason why mixtures of experts cannot be divided over `ep` ranks.
+    """Check that mixtures of experts can be divided over `ep` ranks.
 
     Args:
-        experts: the mixtures' numbers of experts.
-        where: the name of a mixture that cannot be divided.
+        experts: distinct numbers of experts in the mixtures.
+        where: name of the mixture, for the error text.
     """
     if not experts:
         return PlanProblem(
@@ -121,17 +121,17 @@ def undivided_experts(experts: Sequence[int], ep: int, where: str = "") -> PlanP
 
 
 def undivided_tokens(tokens: int, key: str, degree: int, others: int = 1) -> PlanProblem | None:
-    """Return the reason why `degree` ranks along an axis cannot divide sequences of `tokens`.
+    """Check that `degree` ranks along an axis can divide sequences of `tokens` tokens evenly.
 
     Args:
         key: `cp`, or `tp` for sequence parallelism.
-        others: the number of ranks of another axis that also divides them.
+        others: number of ranks along another axis that also divides the tokens.
     """
     parts = degree * others
     if tokens % parts == 0:
         return None
     choices = [n for n in range(1, tokens + 1) if tokens % (n * others) == 0]
-    # with causal attention, cp ranks have equal work if each holds two equal parts
+    # with causal attention, cp ranks have equal work only if each holds two equal parts
     step = 2 * parts if key == "cp" else parts
     lengths = [n for n in (tokens // step * step, -(-tokens // step) * step) if n]
     return PlanProblem(
@@ -151,11 +151,11 @@ def undivided_tokens(tokens: int, key: str, degree: int, others: int = 1) -> Pla
 
 
 def wrong_cuts(plan: Plan, modules: Sequence[str], blocks: Sequence[str]) -> PlanProblem | None:
-    """Return the reason why a plan's cuts do not name the stages of a model.
+    """Check that a plan's cuts name the first modules of all stages but the first.
 
     Args:
-        modules: the names of all its modules.
-        blocks: the names of its repeated blocks.
+        modules: names of all modules in the model.
+        blocks: names of the repeated blocks in the model.
     """
     cuts, stages = plan.cut.split(","), plan.stages
     unknown = [name for name in cuts if name not in modules]
@@ -184,17 +184,20 @@ def wrong_cuts(plan: Plan, modules: Sequence[str], blocks: Sequence[str]) -> Pla
 
 
 def even_cuts(blocks: Sequence[str], stages: int) -> list[str]:
-    """Return the names of the blocks that begin even stages; [] if there are too few."""
+    """Return the first block of every stage but the first, for stages of equal size.
+
+    The result is empty if there are fewer blocks than stages.
+    """
     return [blocks[start] for start in starts(contiguous([1] * len(blocks), stages))] if len(blocks) >= stages else []
 
 
 def too_many_stages(plan: Plan, places: int, have: str, *, or_cuts: bool = False) -> PlanProblem | None:
-    """Return the reason why a model has too few parts for a pipeline.
+    """Check that a model has enough parts for the stages of a pipeline.
 
     Args:
-        places: the largest number of stages that the model could be cut into.
-        have: why there are no more, such as `the model has 4 repeated blocks`.
-        or_cuts: True if cuts by name might make enough stages.
+        places: largest number of stages into which the model can be cut.
+        have: text that states the limit, such as `the model has 4 repeated blocks`.
+        or_cuts: True if a cut by module names might create enough stages.
     """
     if places >= plan.stages:
         return None
@@ -215,9 +218,9 @@ def too_many_stages(plan: Plan, places: int, have: str, *, or_cuts: bool = False
 
 
 def microbatches_fit(schedule: str, pp: int, microbatches: int) -> bool:
-    """True if a schedule can run `microbatches` microbatches over `pp` ranks.
+    """True if a schedule can run this number of microbatches on `pp` pipeline ranks.
 
-    These are the rules of the classes in `torch.distributed.pipelining`.
+    The rules are those of the schedule classes in `torch.distributed.pipelining`.
     """
     if schedule == "1f1b":
         return microbatches >= pp
@@ -230,7 +233,7 @@ def microbatches_fit(schedule: str, pp: int, microbatches: int) -> bool:
 
 
 def unfit_microbatches(schedule: str, pp: int, microbatches: int) -> PlanProblem | None:
-    """Return the reason why a schedule cannot run a number of microbatches."""
+    """Check that a schedule can run a number of microbatches."""
     if microbatches_fit(schedule, pp, microbatches):
         return None
     fitting = [n for n in range(1, 2 * microbatches + pp) if microbatches_fit(schedule, pp, n)]
@@ -251,17 +254,17 @@ def unfit_microbatches(schedule: str, pp: int, microbatches: int) -> PlanProblem
 
 
 def fitting_microbatches(shares: Sequence[int], wanted: int) -> int:
-    """Return the largest number of microbatches up to `wanted` that divides every share.
+    """Return the largest number of microbatches, at most `wanted`, that divides every share.
 
-    These are the shares of the data-parallel ranks.
+    A share is the number of samples of a data-parallel rank in a step.
     """
     return next(m for m in range(wanted, 0, -1) if not any(n % m for n in shares))
 
 
 def sharded_twice(weight: str, schedule: str) -> PlanProblem:
-    """Return the reason why FSDP2 cannot shard a weight that two stages share.
+    """Return the problem of a weight that two stages share and FSDP2 would shard twice.
 
-    The two stages are on one rank, and each stage is sharded by itself.
+    The two stages are on the same rank, and FSDP2 shards each stage separately.
     """
     return PlanProblem(
         "plan.sharded_twice",
@@ -273,7 +276,7 @@ def sharded_twice(weight: str, schedule: str) -> PlanProblem:
 
 
 def no_graphs(where: str) -> PlanProblem:
-    """Return the reason against `compile=reduce-overhead` on devices that cannot replay graphs."""
+    """Return the problem of `compile=reduce-overhead` on devices that cannot replay CUDA graphs."""
     return PlanProblem(
         "plan.no_graphs",
         "plan {plan} replays graphs of kernels, but {where} has no GPU that supports this. Use compile=on.",
@@ -283,7 +286,7 @@ def no_graphs(where: str) -> PlanProblem:
 
 
 def whole_batch_in_parts(loss: str, microbatches: int) -> PlanProblem:
-    """Return the reason against microbatches with a loss that compares a batch's samples."""
+    """Return the problem of microbatches with a loss that compares all samples of a batch."""
     return PlanProblem(
         "plan.whole_batch_in_parts",
         "plan {plan} computes a share in {microbatches} parts, but {loss} compares all samples of a batch with "
@@ -295,7 +298,7 @@ def whole_batch_in_parts(loss: str, microbatches: int) -> PlanProblem:
 
 
 def no_balance(plan: Plan, kind: str) -> PlanProblem | None:
-    """Return the reason why the replicas' shares of a batch cannot follow their speeds.
+    """Check that each replica's share of the batch can follow its measured speed.
 
     Args:
         kind: kind of the job's partition.
@@ -333,10 +336,13 @@ def no_balance(plan: Plan, kind: str) -> PlanProblem | None:
 
 
 def no_automatic_balance(plan: Plan, kind: str, weighted: bool) -> str | None:
-    """Return the reason why `balance=auto` leaves the replicas' shares unchanged, as a predicate.
+    """Return the reason why `balance=auto` does not change the replicas' shares, or None.
+
+    The reason is a text without a subject, such as "keeps to the weights of the job's partition".
 
     Args:
-        kind: kind of the job's partition; `weighted`: whether it has weights.
+        kind: kind of the job's partition.
+        weighted: True if the job's partition has weights.
     """
     if weighted:
         return "keeps to the weights of the job's partition, unless balance=on."
@@ -347,12 +353,15 @@ def no_automatic_balance(plan: Plan, kind: str, weighted: bool) -> str | None:
 
 
 def degrees(plan: Plan) -> str:
-    """Return the degrees whose product is the plan's number of ranks, such as `dp=2 · tp=3`."""
+    """Return the degrees of a plan as a product, such as `dp=2 · tp=3`."""
     return " · ".join(f"{key}={getattr(plan, key)}" for key in DEGREES if getattr(plan, key) > 1) or "dp=1"
 
 
 def multiplied(plan: Plan) -> str:
-    """Return the plan's degrees in parentheses, after a space. "" if at most one is above 1."""
+    """Return the degrees of a plan in parentheses, after a space.
+
+    The result is "" if at most one degree is above 1.
+    """
     return f" ({degrees(plan)})" if " · " in degrees(plan) else ""
 
 

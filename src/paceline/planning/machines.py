@@ -1,4 +1,4 @@
-"""The cost model's view of a cluster: equal hosts with two levels of links."""
+"""Conversion of clusters for the cost model, and correction factors from measured runs."""
 
 from __future__ import annotations
 
@@ -29,20 +29,19 @@ if TYPE_CHECKING:
 # latency of a small message between CPUs of two hosts
 _TCP_S = 5e-5
 _ARM = ("neoverse", "graviton", "cortex", "ampere", "apple", "arm")
-# processors whose models on sale all have AVX-512
+# processor names of which all current models have AVX-512
 _WIDE = ("xeon", "epyc 9", "epyc-genoa", "epyc-turin", "avx512")
 
 
 def machines(cluster: Cluster, calibration: Basis | None = None) -> Machines:
-    """Convert a cluster to the cost model's view.
+    """Convert a cluster to `Machines` for the cost model.
 
-    Devices come from the catalogue by name, links from their rates. The slowest device stands for all; `speeds` has the
-    relative speeds of faster hosts. A device of a cluster of CPUs is one core. A host's link is shared by its devices.
-    Hosts that are joined to a domain, such as an NVL72, count as one. A calibration is passed on, and takes precedence;
-    the factors of measured runs are passed on as well.
+    Devices are looked up in the catalogue by name. The slowest device represents all devices; `speeds` contains the
+    relative speeds of the hosts if they differ. On CPUs, each core is a device. The devices of a host share its link.
+    Hosts that form one domain, such as an NVL72, count as one host. A calibration takes precedence over the catalogue.
 
     Raises:
-        ClusterError: a GPU is not in the catalogue; the error suggests the closest names.
+        ClusterError: a GPU is not in the catalogue; the error suggests similar names.
     """
     hosts = list(cluster.hosts_in_use)
     alike = {_likeness(host): host for host in hosts}
@@ -72,9 +71,9 @@ def machines(cluster: Cluster, calibration: Basis | None = None) -> Machines:
 
 
 def resized(machines: Machines, count: int) -> Machines:
-    """Return a copy with another number of machines of one operating system.
+    """Return a copy of a cluster with `count` machines.
 
-    Clusters grow in this unit.
+    A machine runs one operating system. A domain such as an NVL72 has several machines.
     """
     each = _of_a_machine(machines)
     hosts, per_host = domains(machines.device, count, each)
@@ -82,23 +81,23 @@ def resized(machines: Machines, count: int) -> Machines:
 
 
 def machine_count(machines: Machines) -> int:
-    """Return the number of machines of one operating system.
+    """Return the number of machines, each of which runs one operating system.
 
-    These are the hosts, unless they are joined to domains.
+    It is the number of hosts, unless a host stands for a domain of several machines.
     """
     return machines.devices // _of_a_machine(machines)
 
 
 def shape(machines: Machines) -> str:
-    """Return the cluster's name without links, as accepted by `--cluster`: `8x8xH100-SXM`."""
+    """Return the cluster's name without links, such as `8x8xH100-SXM`, which `--cluster` accepts."""
     return f"{machine_count(machines)}x{_of_a_machine(machines)}x{machines.device.name}"
 
 
 def on_other_devices(machines: Machines, device: Accelerator) -> Machines:
-    """Return a copy with the same number of devices of another kind.
+    """Return a copy of a cluster with the same number of devices of another kind.
 
-    The copy has all of the new devices' memory. If the old devices form domains, the new machines have the usual size
-    of the new kind.
+    A job may use all memory of the new devices. If the old devices form domains, the new machines have the default size
+    for the new kind.
     """
     changed = replace(machines, device=device, memory_bytes=None)
     if not machines.device.machine:
@@ -119,7 +118,10 @@ def _of_domains(speeds: list[float], count: int) -> tuple[float, ...]:
 
 
 def _oversubscription(hosts: list[Host]) -> tuple[float, int]:
-    """Return the largest oversubscription of any host, and the hosts beyond which it applies."""
+    """Return the largest oversubscription of any host's link.
+
+    The second value is the number of hosts beyond which this oversubscription applies.
+    """
     found = [
         (link.oversubscription, link.oversubscribed_beyond)
         for host in hosts
@@ -168,7 +170,10 @@ def _usual(counts: Iterable[int]) -> int:
 
 
 def _core(host: Host) -> Accelerator:
-    """Return a core of the class that the CPU's name suggests. A hyper-thread is a part of a core."""
+    """Return the catalogue entry for one core, chosen by the CPU's name.
+
+    If cores are hyper-threads, the speed is divided accordingly.
+    """
     name = host.cpu.lower()
     if name.startswith("cpu") and host.cpu in CATALOGUE:
         return CATALOGUE[host.cpu]
@@ -190,7 +195,10 @@ def _quotas(cluster: Cluster, hosts: list[Host]) -> list[float]:
 
 
 def _between(cluster: Cluster, hosts: list[Host], device: Accelerator) -> LinkSpec:
-    """Return a device's share of the slowest host's link, else the catalogue's link."""
+    """Return one device's share of the slowest host's link.
+
+    If no host states a link, the result is the link from the catalogue.
+    """
     latency_s = _TCP_S if device.is_core else device.network.latency_s
     delay_s = (cluster.emulate.delay_ms or 0.0) / 1000 if cluster.emulate else 0.0
     shares = []
@@ -231,12 +239,13 @@ Key = tuple[str, ...]
 
 @dataclass(frozen=True)
 class Adjustment:
-    """Correction factors from measured runs; without any, predictions stay unchanged.
+    """Correction factors from measured runs. Without measured runs, predictions stay unchanged.
 
     Attributes:
-        logs: logarithm of measured / predicted, by kind: `()` for all runs, a framework, a framework on a device.
-        errors: logarithms that remain after these factors.
-        near: further correction from similar runs, beside the factor of its kind; None for no correction.
+        logs: logarithm of measured / predicted for each kind of run. A kind is all runs `()`, a framework, a framework
+            on a device, or these with a precision.
+        errors: logarithms of measured / predicted that remain after these factors.
+        near: model of errors that similar runs share, as an additional correction; None for no such correction.
     """
 
     logs: dict[Key, float] = field(default_factory=dict)
@@ -244,21 +253,24 @@ class Adjustment:
     near: Alike | None = None
 
     def factor(self, layout: Layout) -> float:
-        """Return the factor by which a predicted step time is multiplied."""
+        """Return the factor by which the predicted step time of a layout is multiplied."""
         return self.factor_of_kind(layout) * math.exp(self.near.log(layout) if self.near else 0.0)
 
     def factor_of_kind(self, layout: Layout) -> float:
-        """Return the factor of a layout's software, hardware and precision alone."""
+        """Return the factor for the framework, device and precision of a layout."""
         return math.exp(_log_of_kind(layout, self.logs))
 
     def interval(self, layout: Layout, step_time_s: float) -> Interval:
-        """Return the interval of a corrected step time."""
+        """Return the 80 % interval of a corrected step time."""
         found = len(self.errors)
         wide = student_quantile((1 + COVERED) / 2, SPREAD_RUNS + found) * self._spread_of(layout)
         return _around(step_time_s, wide, self._rests_on(layout) if found else "the cost model alone")
 
     def _spread_of(self, layout: Layout) -> float:
-        """Return the standard deviation of a prediction. It grows the fewer runs of the layout's kind are known."""
+        """Return the standard deviation of a prediction's logarithm.
+
+        It is larger if no runs of the layout's framework, device or precision are known.
+        """
         if not self.errors:
             return CORES_SPREAD if layout.machines.device.is_core else self.spread
         unseen = [FACTOR_SPREADS[len(key)] for key in _keys(layout) if key not in self.logs]
@@ -273,20 +285,19 @@ class Adjustment:
 
     @property
     def spread(self) -> float:
-        """Standard deviation of the remaining logarithms, combined with its prior."""
+        """Standard deviation of `errors`, combined with a prior."""
         assumed = SPREAD if self.errors else COLD_SPREAD
         squares = SPREAD_RUNS * assumed**2 + sum(error**2 for error in self.errors)
         return math.sqrt(squares / (SPREAD_RUNS + len(self.errors)))
 
 
 def adjustment(runs: Iterable[Row], predicted_s: Callable[[Layout], float], *, rounds: int = _ROUNDS) -> Adjustment:
-    """Fit factors of measured runs, and the correlated errors of similar runs.
+    """Fit correction factors, and errors that similar runs share, to measured runs.
 
-    Software and hardware with few runs stay close to the factor of all runs.
+    The factors of frameworks and devices with few runs stay close to the factor of all runs.
 
     Args:
-        rounds: number of alternations between fitting the factors and fitting the correlated errors; 0 fits only the
-            factors.
+        rounds: number of times that the factors and the shared errors are fitted in turn; 0 fits only the factors.
     """
     from paceline.planning.shortlist import alike  # delay the import of numpy, which takes a while
 
@@ -302,10 +313,11 @@ def adjustment(runs: Iterable[Row], predicted_s: Callable[[Layout], float], *, r
 
 
 def own_adjustment(runs: Iterable[Row], predicted_s: Callable[[Layout], float]) -> Adjustment:
-    """Fit the factor of one job's runs on one machine, for more such machines.
+    """Fit one factor to the runs of one job on one machine.
 
-    It is the median ratio of measured to predicted times, without a prior: it is not shrunk towards other software or
-    hardware.
+    The factor is used for predictions on more such machines.
+
+    The factor is the median ratio of measured to predicted times. No prior is used.
     """
     pairs = [(row.layout, math.log(row.seconds / predicted_s(row.layout))) for row in runs if row.seconds]
     if not pairs:
@@ -331,9 +343,9 @@ def _factors(pairs: Sequence[tuple[Layout, float]]) -> dict[Key, float]:
 
 
 def adjusted(prediction: Prediction, layout: Layout) -> Prediction:
-    """Multiply the prediction by the factor of measured runs, and add its interval.
+    """Multiply a prediction by the factor of measured runs, and add the 80 % interval.
 
-    The interval is based on these runs, on measurements of the job on the machine, or on the cost model alone.
+    The interval is based on the measured runs, on a calibration of the machine, or on the cost model alone.
     """
     found, seconds = layout.machines.adjustment or Adjustment(), prediction.step_time_s
     if calibration_of(layout) is not None:
@@ -348,21 +360,24 @@ def adjusted(prediction: Prediction, layout: Layout) -> Prediction:
 
 
 def factor_of(layout: Layout) -> float:
-    """Return the factor of measured runs for a layout's predictions; 1 without measured runs."""
+    """Return the correction factor for predictions of a layout; 1 without measured runs."""
     found = layout.machines.adjustment
     return 1.0 if found is None else found.factor(layout)
 
 
 def equal_ratio() -> float:
-    """Return the largest ratio of two plans' times whose 80 % interval includes 1."""
+    """Return the largest ratio of two predicted times that is not a clear difference.
+
+    Up to this ratio, the 80 % interval of the ratio includes 1.
+    """
     return math.exp(NormalDist().inv_cdf((1 + COVERED) / 2) * RATIO_SPREAD)
 
 
 def student_quantile(probability: float, degrees: float) -> float:
-    """Compute a quantile of Student's t with the Cornish-Fisher expansion.
+    """Return a quantile of Student's t distribution, computed with the Cornish-Fisher expansion.
 
-    Source: Abramowitz and Stegun, 26.7.5. The error is less than 0.1 % for probabilities up to 0.9 and 3 degrees of
-    freedom or more.
+    Source: Abramowitz and Stegun, 26.7.5. For probabilities up to 0.9 and at least 3 degrees of freedom, the error is
+    below 0.1 %.
     """
     z = NormalDist().inv_cdf(probability)
     terms = ((z**3 + z) / 4, (5 * z**5 + 16 * z**3 + 3 * z) / 96, (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384)
@@ -374,9 +389,9 @@ def _around(seconds: float, wide: float, rests_on: str) -> Interval:
 
 
 def _likeliest(logs: Sequence[float], around: float, spread: float) -> float:
-    """Return the most likely logarithm of a factor, given `logs` and the prior `around`.
+    """Return the most likely logarithm of a factor, given `logs` and a prior.
 
-    The estimate is robust to outliers.
+    The estimate is robust to outliers, because the errors are assumed to follow Student's t distribution.
     """
 
     def unlikely(value: float) -> float:
@@ -394,7 +409,10 @@ def _likeliest(logs: Sequence[float], around: float, spread: float) -> float:
 
 
 def _left(pairs: Sequence[tuple[Layout, float]], logs: Sequence[float]) -> Iterable[float]:
-    """Return the remaining logarithms, enlarged by each run's influence on its own factor."""
+    """Return the remaining errors as for runs that were not fitted.
+
+    Each error is enlarged, because a run reduces its own error by its influence on the factor.
+    """
     counts: dict[Key, int] = defaultdict(int)
     for layout, _ in pairs:
         counts[_keys(layout)[-1]] += 1
@@ -408,9 +426,9 @@ def _log_of_kind(layout: Layout, logs: dict[Key, float]) -> float:
 
 
 def _keys(layout: Layout) -> list[Key]:
-    """Return the kinds of a run, from the most general to the most specific.
+    """Return the kinds to which a run belongs, from general to specific.
 
-    They range from all runs to the runs of its software, hardware and precision.
+    The first kind is all runs. The last is the runs with the same framework, device and precision.
     """
     framework, device = layout.framework.name, layout.machines.device.name
     return [(), (framework,), (framework, device), (framework, device, layout.products or layout.precision)]

@@ -1,7 +1,7 @@
 """A plan: *how* a job runs on a cluster.
 
-A plan states every parallel choice explicitly in one line of text: `dp=2 microbatches=4 precision=bf16`. The axes of
-the device mesh come first.
+The text form of a plan states every parallel choice in one line, such as `dp=2 microbatches=4 precision=bf16`. The axes
+of the device mesh come first.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ class Axis(NamedTuple):
     """One axis of the device mesh.
 
     Attributes:
-        name: the plan's key and the name of the mesh dimension.
-        term: the usual term for it.
-        reads_data: True if ranks along it read different samples; the product of these degrees is the number of
-            data-parallel ranks.
+        name: key of the plan, which is also the name of the mesh dimension.
+        term: usual name of this kind of parallelism.
+        reads_data: True if ranks along the axis read different samples. The product of the degrees of such axes is the
+            number of data-parallel ranks.
     """
 
     name: str
@@ -68,10 +68,10 @@ V_SCHEDULES = ("zero-bubble", "dualpipe")
 
 
 def stages_per_rank(schedule: str, virtual: int = 2) -> int:
-    """Return the number of stages on each rank of a pipeline.
+    """Return the number of stages on each pipeline rank.
 
     Args:
-        virtual: number of interleaved stages per rank, which the plan chooses.
+        virtual: number of stages per rank with schedule=interleaved.
     """
     return virtual if schedule == "interleaved" else 2 if schedule in V_SCHEDULES else 1
 
@@ -80,12 +80,12 @@ T = TypeVar("T")
 
 
 class _Kind(NamedTuple):
-    """Kind of a plan key's values.
+    """Parser and check for the values of a plan key.
 
     Attributes:
-        read: parses a text; returns the text itself if it is not a value of this kind.
-        problem: takes a key and a value; returns what is wrong with the value, or None.
-        example: a value other than the default.
+        read: function that parses text into a value; it returns invalid text unchanged.
+        problem: function of a key and a value; it returns a problem with the value, or None.
+        example: valid value other than the default, as text.
     """
 
     read: Callable[[str], Any]
@@ -110,7 +110,7 @@ def _kind(words: str, valid: Callable[[Any], bool], example: str, read: Callable
 
 
 def _named(reason: Callable[[str, Any], str | None], example: str) -> _Kind:
-    """Return a kind whose values name something in `sync_info`, which also describes wrong values."""
+    """Return a kind whose values are checked by a function of `sync_info`."""
 
     def problem(key: str, value: Any) -> PlanProblem | None:
         if (found := reason(key, value)) is None:
@@ -163,12 +163,12 @@ _KINDS = {
 
 @dataclass(frozen=True, repr=False)
 class Plan:
-    """The parallel choices that determine how a job runs.
+    """Parallel choices that determine how a job runs.
 
-    The text form omits defaults, takes keys in any order, and round-trips: `Plan.parse(str(p)) == p`.
+    The text form omits defaults. `Plan.parse` accepts keys in any order, and `Plan.parse(str(p)) == p`.
 
     Raises:
-        PlanError: a field has a wrong value.
+        PlanError: a field has an invalid value.
 
     Example:
         >>> paceline.Plan(dp=2, tp=2, sync="diloco:30") == paceline.Plan.parse("dp=2 tp=2 sync=diloco:30")
@@ -213,10 +213,10 @@ class Plan:
 
     @classmethod
     def parse(cls, text: str) -> Plan:
-        """Parse the text form.
+        """Parse a plan from text.
 
         Raises:
-            PlanError: lists every wrong key and value, with the closest or the valid ones, one per line.
+            PlanError: a key or value is invalid; the error lists each of them on its own line, with valid alternatives.
         """
         values: dict[str, Any] = {}
         problems = []
@@ -236,12 +236,12 @@ class Plan:
         return cls(**values)
 
     def __repr__(self) -> str:
-        """Return the call that makes the plan, without defaults."""
+        """Return the call that creates the plan, without defaults."""
         changed = [f.name for f in fields(self) if getattr(self, f.name) != f.default]
         return f"Plan({', '.join(f'{name}={getattr(self, name)!r}' for name in changed)})"
 
     def _repr_html_(self) -> str:
-        """Return the mesh of ranks and the choices, for notebooks."""
+        """Return the mesh of ranks and the choices as HTML for notebooks."""
         html: str = load_object("paceline.report.notebook:plan_html")(self)
         return html
 
@@ -251,12 +251,12 @@ class Plan:
 
     @property
     def ranks(self) -> int:
-        """Number of ranks that the plan needs: one per device, if there are enough."""
+        """Number of ranks that the plan needs, which is the product of all degrees."""
         return self.dp * self.fsdp * self.tp * self.pp * self.cp * self.ep
 
     @property
     def data_ranks(self) -> int:
-        """Number of data-parallel ranks, each with its own share of the batch: dp × fsdp × ep.
+        """Number of data-parallel ranks (dp × fsdp × ep), each with its own share of the batch.
 
         Ranks along the other axes read the same samples.
         """
@@ -269,17 +269,17 @@ class Plan:
 
     @property
     def stages(self) -> int:
-        """Number of pipeline stages of the model."""
+        """Number of pipeline stages into which the model is divided."""
         return self.pp * self.stages_per_rank
 
     @property
     def splits(self) -> bool:
-        """True if a replica has more than one rank or recomputes activations (remat)."""
+        """True if a replica has more than one rank, or activations are recomputed (remat)."""
         return self.ranks > self.dp or self.remat != "none"
 
     @property
     def inexact(self) -> str:
-        """The plan's inexact choices as text, e.g. `compress=int8`; "" if there are none.
+        """Inexact choices of the plan as text, such as `compress=int8`; "" if there are none.
 
         With an inexact choice, replicas do not apply the exact mean of all gradients in every step.
         """
@@ -288,20 +288,23 @@ class Plan:
         return " ".join(word for word in (local, coded) if word)
 
     def precision_for(self, job: Job) -> Precision:
-        """Return the precision in which the job is computed under this plan."""
+        """Return the compute precision of a job under this plan."""
         return self.precision or job.precision
 
     def for_job(self, job: Job) -> Plan:
-        """Return the plan with the job's `gradient_accumulation_steps`, unless it sets more than one microbatch."""
+        """Return the plan with the job's `gradient_accumulation_steps` as microbatches.
+
+        A plan that sets more than one microbatch is returned unchanged.
+        """
         return replace(self, microbatches=job.gradient_accumulation_steps) if self.microbatches == 1 else self
 
     def threads_for(self, host: Host, local_ranks: int) -> int:
-        """Return the compute threads of each of `local_ranks` ranks on `host`, at least 1."""
+        """Return the number of compute threads of each rank on a host with `local_ranks` ranks."""
         return self.threads or max(1, host.physical_cores // local_ranks)
 
 
 def threads_on(cluster: Cluster, plan: Plan) -> int:
-    """Return the threads of each rank's torch operations, the same on all hosts."""
+    """Return the number of torch threads of each rank, equal on all hosts."""
     if cluster.emulate is not None:  # all hosts share this machine's cores
         return plan.threads_for(cluster.hosts[0], plan.ranks)
     counts = zip(cluster.hosts, cluster.ranks_per_host(plan.ranks), strict=True)
@@ -309,11 +312,11 @@ def threads_on(cluster: Cluster, plan: Plan) -> int:
 
 
 def cores_of(local_rank: int, local_ranks: int, host: Host) -> list[int]:
-    """Return the ids of the cores that a rank is pinned to, physical ones first.
+    """Return the ids of the cores to which a rank is pinned.
 
-    They are a contiguous part of the cores this process may use. No two ranks share a core, nor a physical core as long
-    as there is one for each; with more ranks than cores, they take turns. If control groups allow less time than there
-    are cores, the ranks are still distributed over all cores.
+    The first hyper-thread of each physical core comes first. The cores are a contiguous part of those that this process
+    may use. Ranks share a physical core only if there are more ranks than physical cores, and a logical core only if
+    there are more ranks than logical cores. CPU time limits of control groups are ignored.
     """
     physical = host.affinity or tuple((core,) for core in range(host.cores))
     if local_ranks <= len(physical):
@@ -356,10 +359,10 @@ def _text(value: Any) -> str:
 
 
 def on_devices(base: Plan, devices: int, cluster: Cluster) -> Plan:
-    """Return the base plan on `devices` devices.
+    """Adapt a base plan to `devices` devices.
 
-    Without GPUs, each device is one core with one thread. If the devices cannot be divided into replicas of the base
-    plan, every device holds a replica.
+    Without GPUs, each device is one core with one thread. If the number of devices is not a multiple of the ranks in a
+    replica, every device holds a whole replica.
     """
     threads = base.threads if cluster.has_accelerators else 1
     if devices % (base.ranks // base.dp) == 0:

@@ -1,4 +1,4 @@
-"""Predicted cost of a plan on a cluster, before anything is started."""
+"""Prediction of the cost of a plan on a cluster, without running the plan."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ def estimate(
 ) -> Prediction:
     """Predict step time, memory, throughput and cost of a plan, without running it.
 
-    Known errors of such predictions on this hardware correct the prediction; its notes mention the correction.
+    Earlier measurements on this hardware correct the prediction. The notes of the prediction state the correction.
 
     Args:
         job: a `Job`, its YAML file, or the file's URL.
-        plan: a `Plan` or its text; `auto` is refused, since `paceline.plan` chooses a plan.
+        plan: a `Plan` or its text. `auto` is refused, because it names no single plan; `paceline.plan` finds one.
         cluster: a `Cluster`, its file, or a name such as `64x8xH100-SXM, 400gbit`; None is this machine.
         calibration: measurements of the machines, or the factors of measured runs (`paceline.calibrate_on`); None uses
             the catalogue's figures.
@@ -58,7 +58,7 @@ def estimate(
 
 
 def modelled(job: Job, cluster: Cluster, plan: Plan, calibration: Basis | None = None) -> Prediction:
-    """Predict with the cost model alone, without corrections from earlier runs.
+    """Predict the cost of a plan without corrections from the history of earlier runs.
 
     Raises the errors of `estimate`.
     """
@@ -67,14 +67,17 @@ def modelled(job: Job, cluster: Cluster, plan: Plan, calibration: Basis | None =
 
 
 def layout_of(job: Job, cluster: Cluster, plan: Plan, calibration: Basis | None = None) -> Layout:
-    """Return the plan as numbers for the cost model. Raises the errors of `estimate`."""
+    """Return a plan as numbers for the cost model.
+
+    Raises the same errors as `estimate`.
+    """
     return Layouts(job, machines(cluster, calibration)).of(plan, _threads(plan, cluster))
 
 
 class Layouts:
-    """Layouts of many plans of one job on the same machines.
+    """Factory for the layouts of many plans of one job on the same machines.
 
-    Common parts are computed once.
+    Parts that several layouts share are computed only once.
     """
 
     def __init__(self, job: Job, on: Machines) -> None:
@@ -84,9 +87,9 @@ class Layouts:
         self._places = {name: i for i, name in enumerate(self.trace.names) if name}
 
     def trace_at(self, precision: str, tp: int = 1) -> ModelTrace:
-        """Return the trace in a precision, as `tp` ranks divide it.
+        """Return the trace in a precision, divided for `tp` ranks.
 
-        For one rank, the trace is divided as with the smallest degree.
+        With tp=1, the trace is divided for the smallest degree that works.
         """
         if (precision, tp) not in self._traces:
             usual = self.trace_at(precision) if tp > 1 else None
@@ -95,7 +98,10 @@ class Layouts:
         return self._traces[precision, tp]
 
     def of(self, plan: Plan, threads: int = 1) -> Layout:
-        """Return the layout of a plan. On CPUs its ranks compute with `threads` threads each."""
+        """Return the layout of a plan.
+
+        On CPUs, each rank has `threads` compute threads.
+        """
         blocks = len(self.trace.blocks)
         if plan.stages > max(blocks, 1):
             apart = f"no more than {count(blocks, 'block')} of the model can be predicted apart"
@@ -138,10 +144,10 @@ class Layouts:
 
 
 def priced(prediction: Prediction, job: Job, cluster: Cluster, plan: Plan, layout: Layout) -> Prediction:
-    """Add the interval, the step's actual samples, and the cost of the whole run.
+    """Add the interval, the actual throughput and the cost of the run to a prediction.
 
-    The global batch may not divide evenly. The cost is None if the cluster has no price or the job's stop rule has no
-    number of steps.
+    The throughput is lower than predicted if the global batch is not divided evenly. The cost is None if the cluster
+    has no price or the job's stop rule sets no number of steps.
     """
     even = job.global_batch / (_fullest_share(job, plan) * plan.data_ranks)
     mfu = prediction.mfu and prediction.mfu * even
@@ -153,7 +159,7 @@ def priced(prediction: Prediction, job: Job, cluster: Cluster, plan: Plan, layou
 
 
 def _fullest_share(job: Job, plan: Plan) -> int:
-    """Return the samples of the fullest data-parallel rank; the others wait for it."""
+    """Return the largest number of samples that a data-parallel rank gets in a step."""
     return ceil(job.global_batch / plan.data_ranks)
 
 
@@ -163,7 +169,10 @@ def _threads(plan: Plan, cluster: Cluster) -> int:
 
 
 def _cut(plan: Plan, of: ModelTrace, places: dict[str, int]) -> tuple[int, ...]:
-    """Return the blocks of each virtual stage by the plan's cuts; () if they are unknown."""
+    """Return the number of blocks of each virtual stage according to the plan's cuts.
+
+    The result is () if the plan has no cuts, or if a cut is not the name of a block.
+    """
     starts = [places.get(name) for name in plan.cut.split(",")] if plan.cut else []
     known = [start for start in starts if start is not None]
     if not starts or len(known) < len(starts):

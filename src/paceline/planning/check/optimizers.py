@@ -1,4 +1,4 @@
-"""Check of a job's optimizer and schedule, independent of the plan."""
+"""Check of a job's optimizer and learning-rate schedule. It does not depend on the plan."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 
 
 def check_optimizer(job: Job) -> None:
-    """Refuse an optimizer, groups, frozen parameters or a schedule that do not fit the model.
+    """Check that the optimizer, its groups, the frozen parameters and the schedule fit the model.
 
     Raises:
-        JobError: one of them does not fit; the error names what to change.
+        JobError: one of these does not fit the model; the error states what to change.
     """
     optimizer, schedule = job.optimizer, job.schedule
     if job.model.transformer is not None:  # a model given by dimensions has no parameter names

@@ -1,4 +1,4 @@
-"""Context that every check of a plan receives, and the description of a check."""
+"""Context that every check of a plan receives, and the type of a check."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
 
 def loss_is_tried(job: Job, plan: Plan) -> bool:
-    """True if the plan computes batches in parts with a loss that must be tested.
+    """True if the plan divides a batch and the loss must be tested first.
 
-    Only a test shows whether such a loss is a mean over samples.
+    The loss is the model's own or a custom function, so only a test shows whether it is a mean over samples.
     """
     in_parts = plan.cp == 1 and plan.data_ranks * plan.microbatches > 1
     return in_parts and (job.loss.name == "model" or ":" in job.loss.name)
@@ -30,14 +30,14 @@ def loss_is_tried(job: Job, plan: Plan) -> bool:
 
 @dataclass(frozen=True)
 class PlanContext:
-    """A plan with the job and the cluster that it is checked against.
+    """A plan, with the job and the cluster for which it is checked.
 
     Attributes:
         world: the number of ranks that were started already, for example by torchrun; None if the plan says how many to
             start.
-        floor_s: minimum time that Python takes to launch a kernel, in seconds. The model is
-            then built.
-        per_host: number of ranks that fit on each host; taken from the cluster.
+        weighed: True if the state is compared with the memory even though the plan does not divide the model. The model
+            is then built.
+        per_host: number of ranks that fit on each host; by default, the devices of the cluster's hosts.
     """
 
     plan: Plan
@@ -59,7 +59,7 @@ class PlanContext:
 
     @cached_property
     def model_info(self) -> ModelInfo:
-        """Facts about the model, which is built without memory; only for plans that divide it."""
+        """Information about the model, which is built on first access without memory for its weights."""
         from paceline.planning.model.model_info import model_info
 
         return model_info(self.job.model)
@@ -71,7 +71,10 @@ class PlanContext:
 
     @property
     def tokens(self) -> int | None:
-        """The length of the job's sequences; None if neither data nor dimensions determine it."""
+        """Length of the job's sequences in tokens; None if it is unknown.
+
+        The data or the dimensions of the model determine it.
+        """
         data = self.job.data
         if isinstance(data, Text):
             return data.context
@@ -81,14 +84,14 @@ class PlanContext:
 
     @property
     def ranks_per_host(self) -> list[int]:
-        """Ranks on each host; see `Cluster.ranks_per_host`."""
+        """Number of the plan's ranks on each host."""
         return spread(self.plan.ranks, self.per_host)
 
     @property
     def shares(self) -> tuple[int, ...]:
-        """Distinct sample counts of data-parallel ranks in a full global batch.
+        """Distinct numbers of samples that data-parallel ranks get from a full global batch, ascending.
 
-        They follow the job's weights if there is one per data-parallel rank.
+        The job's weights determine them if there is one weight per data-parallel rank.
         """
         weights, batch, data_ranks = self.job.partition.weights, self.job.global_batch, self.plan.data_ranks
         if weights is None or len(weights) != data_ranks or data_ranks > batch:
@@ -99,7 +102,7 @@ class PlanContext:
 
     @property
     def smallest_share(self) -> int:
-        """Samples of the data-parallel rank with the fewest."""
+        """Smallest number of samples that a data-parallel rank gets from a full global batch."""
         return self.shares[0]
 
 
@@ -107,11 +110,11 @@ Rule = Callable[[PlanContext], PlanProblem | None]
 
 
 class Check(NamedTuple):
-    """One reason why a plan may be refused.
+    """One check of a plan.
 
     Attributes:
-        reason: a problem that names the value that would work; None if the plan passes.
-        keys: the plan keys that the answer depends on; changing one of them may help.
+        reason: function of the context; it returns a problem that names a working value, or None if the plan passes.
+        keys: the plan keys that the result depends on; changing one of them may solve the problem.
     """
 
     reason: Rule
@@ -119,9 +122,9 @@ class Check(NamedTuple):
 
 
 def registering(checks: list[Check]) -> Callable[..., Callable[[Rule], Rule]]:
-    """Return the decorator that adds a rule to `checks`.
+    """Return a decorator factory that adds rules to `checks`.
 
-    It takes the plan keys that the rule's answer depends on.
+    The factory takes the plan keys that a rule depends on.
     """
 
     def check(*keys: str) -> Callable[[Rule], Rule]:
@@ -135,9 +138,9 @@ def registering(checks: list[Check]) -> Callable[..., Callable[[Rule], Rule]]:
 
 
 def state_bytes(plan: Plan, job: Job, model: ModelInfo) -> int:
-    """Return the minimum number of bytes that a rank keeps on its compute device.
+    """Return the minimum size of the state on a rank's compute device, in bytes.
 
-    The minimum covers the time during and between steps.
+    This minimum holds both during and between steps. Activations are not included.
     """
     whole, trained, largest_block = _held(plan, model)
     # bf16 uses autocast: the parameters stay fp32
@@ -152,7 +155,7 @@ def state_bytes(plan: Plan, job: Job, model: ModelInfo) -> int:
 
 
 def offloaded_bytes(plan: Plan, job: Job, model: ModelInfo) -> int:
-    """Return the bytes that a rank of a plan with offload keeps in host memory."""
+    """Return the bytes that one rank keeps in host memory under a plan with `offload`."""
     whole, trained, _ = _held(plan, model)
     size = 8 if plan.precision_for(job) == "fp64" else 4
     return int(size * (whole + trained + job.state_tensors * trained) / plan.fsdp)
@@ -177,7 +180,10 @@ def memory_shortage(context: PlanContext) -> str | None:
 
 
 def _held(plan: Plan, model: ModelInfo) -> tuple[float, float, float]:
-    """Count a rank's parameters before fsdp: all, trained, and in its largest block."""
+    """Count one rank's parameters before fsdp shards them.
+
+    The result has the number of all parameters, of trained parameters, and of parameters in the largest block.
+    """
     whole, trained = (_part(plan, sizes) / plan.pp for sizes in (model.total, model.trained))
     return whole, trained, max((_part(plan, sizes) for sizes in model.kinds_of_blocks), default=0.0)
 

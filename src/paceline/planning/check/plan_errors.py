@@ -1,4 +1,4 @@
-"""Check of a plan: every reason against it, the nearest plan that works, and warnings."""
+"""Check of a plan: all errors, the nearest valid plan, and warnings."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ def plan_errors(
 ) -> PlanProblems:
     """Find every reason why a plan cannot run a job on a cluster.
 
-    Each reason names the value that would work. If the plan divides the model, the model is built, without memory for
-    its weights if its code allows that. Some problems appear only with the data and a forward pass, and are not found:
-    memory of activations, the last batch of an epoch, a custom loss.
+    Each reason names a value that would work. If the plan divides the model, the model is built, without memory for its
+    weights if its code allows that. Problems that appear only with the data and a forward pass are not found. Examples
+    are the memory of activations, the last batch of an epoch, and a custom loss.
 
     Args:
         job: a `Job`, its YAML file, or the file's URL.
@@ -39,7 +39,7 @@ def plan_errors(
             start.
 
     Returns:
-        The problems, in a list whose attribute `nearest` is the plan that works and differs least.
+        List of problems; its attribute `nearest` is the valid plan that differs least from `plan`.
 
     Raises:
         JobError: the job cannot be read, or its model cannot be built.
@@ -58,10 +58,10 @@ def plan_errors(
 
 
 class PlanProblems(list[PlanProblem]):
-    """Every reason why a plan cannot run.
+    """List of all reasons why a plan cannot run.
 
     Attributes:
-        nearest: the plan that works and differs least; None if the plan itself works, or none was found.
+        nearest: the valid plan that differs least; None if the checked plan itself is valid or no valid plan was found.
     """
 
     def __init__(self, problems: Iterable[PlanProblem] = (), nearest: Plan | None = None) -> None:
@@ -69,11 +69,11 @@ class PlanProblems(list[PlanProblem]):
         self.nearest = nearest
 
     def __str__(self) -> str:
-        """Return the texts, a line each, and the nearest plan that works."""
+        """Return the problems, one per line, followed by the nearest valid plan."""
         return str(self.error())
 
     def error(self) -> PlanError:
-        """Return the error to raise for these problems."""
+        """Return a PlanError with the text of these problems."""
         return PlanError.of_problems(self, nearest=self.nearest)
 
 
@@ -81,7 +81,7 @@ def refuse(job: Job, plan: Plan, cluster: Cluster, world: int | None = None) -> 
     """Raise an error for a plan that cannot run.
 
     Raises:
-        PlanError: the plan cannot run; the error lists every reason and the nearest plan that works.
+        PlanError: the plan cannot run; the error lists all reasons and the nearest valid plan.
     """
     if problems := _problems(job, plan, cluster, world):
         raise problems.error()
@@ -119,22 +119,22 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
 def nearest_plan(
     plan: Plan, job: Job, cluster: Cluster, world: int | None = None, *, further: tuple[Check, ...] = ()
 ) -> Plan | None:
-    """Find the plan that passes every check and differs least from `plan`.
+    """Find the valid plan that differs least from `plan`.
 
-    It differs in the fewest keys; among such plans, its degrees differ least. A degree of 1 in `plan` stays 1, except
-    `dp` and, if the state exceeds the memory, `fsdp`. The plan needs no more ranks than `plan`, and no more than there
-    are devices. If no split is left, `dp` is the number of ranks of `plan`, if that passes every check. Equal arguments
-    give equal results.
+    The result differs from `plan` in the fewest keys; among such plans, the one with the closest degrees is chosen. A
+    degree of 1 stays 1, except `dp` and, if the state exceeds the memory, `fsdp`. The result needs no more ranks than
+    `plan` has or the cluster has devices. If the result no longer divides the model, `dp` is raised to the number of
+    ranks of `plan`, provided that this plan is valid. Equal arguments give equal results.
 
     Args:
-        world: the number of ranks that were started already; the plan then needs exactly these.
-        further: checks that run after all others, such as those that divide the model.
+        world: the number of ranks that were started already; the result then has exactly this number of ranks.
+        further: additional checks, which run last; for example, checks of the traced model.
 
     Returns:
-        None if none was found; `plan` itself if it works.
+        The nearest valid plan, which is `plan` itself if it is valid; None if no valid plan was found.
 
     Raises:
-        JobError: a plan divides the model, and the model cannot be built.
+        JobError: a tested plan divides the model, but the model cannot be built.
     """
     checks = (*CHECKS, *further)
     asked = PlanContext(plan, job, cluster, world)
@@ -183,7 +183,10 @@ def _with_other_degrees(
 def _degrees(
     plan: Plan, values: dict[str, list[int]], changes: int, ranks: int, *, exact: bool
 ) -> Iterator[dict[str, Any]]:
-    """Yield values for exactly `changes` degrees, nearest first, for at most (or exactly) `ranks` ranks."""
+    """Yield new values for exactly `changes` degrees, the nearest first.
+
+    The resulting plans have at most `ranks` ranks, or exactly `ranks` if `exact` is True.
+    """
     found = []
     for keys in combinations(values, changes):
         kept = plan.ranks // prod(getattr(plan, key) for key in keys)
@@ -205,9 +208,10 @@ def _within(most: int, choices: list[list[int]]) -> Iterator[tuple[int, ...]]:
 
 
 def _values(context: PlanContext, key: str, most: int) -> list[int]:
-    """Yield other values of a degree that pass its own checks.
+    """Return other values of a degree that pass the checks of this degree alone.
 
-    These are small values, powers, divisors and suggestions.
+    The candidates are small numbers, powers of two, divisors, and values that would use all devices, samples or
+    weights.
     """
     own, weights, data_ranks = getattr(context.plan, key), context.job.partition.weights or (), context.plan.data_ranks
     powers = [2**n for n in range(max(1, most).bit_length())]
@@ -223,7 +227,10 @@ def _values(context: PlanContext, key: str, most: int) -> list[int]:
 def _others_repaired(
     context: PlanContext, changes: int | None, checks: tuple[Check, ...], fixed: frozenset[str] = frozenset(DEGREES)
 ) -> Plan | None:
-    """Find a plan that passes the checks with exactly `changes` (None: any) other keys changed."""
+    """Find a valid plan by changing exactly `changes` keys that are not in `fixed`.
+
+    If `changes` is None, any number of keys may change.
+    """
     failed = next((check for check in checks if check.reason(context)), None)
     if failed is None:
         return None if changes else context.plan
@@ -253,25 +260,26 @@ def _other_values(context: PlanContext, key: str) -> list[Any]:
 
 
 def _intended_cut(context: PlanContext) -> str:
-    """Replace cut names by the most similar known ones, in the model's order."""
+    """Replace each name in `cut` with the most similar module name of the model."""
     known = context.model_info.modules
     meant = {cut if cut in known else closest(cut, known) for cut in context.plan.cut.split(",")}
     return ",".join(sorted((cut for cut in meant if cut), key=known.index))
 
 
-# Further cores become threads of the ranks: communication grows with the number of ranks, and cores of one host share
-# memory.
+# Additional cores become threads of the ranks: communication grows with the number of ranks, and cores of one host
+# share memory.
 _MOST_CPU_RANKS = 8
 
 
 def auto_plan(job: Job, cluster: Cluster) -> Plan:
-    """Return the default plan: one rank per GPU, or up to 8 single-core CPU ranks.
+    """Return the default plan: one rank per GPU, or up to 8 ranks on CPUs.
 
-    Remaining cores become threads of the ranks. Measuring begins with this plan. There are never more replicas than
-    devices or samples in the global batch. If the job's partition has weights, there is one replica for each weight.
+    On CPUs, the remaining cores become threads of the ranks. Measuring begins with this plan. The number of replicas
+    never exceeds the number of devices or of samples in the global batch. If the job's partition has weights, there is
+    one replica for each weight.
 
     Raises:
-        PlanError: the weights require more replicas than there are devices or samples.
+        PlanError: the weights require more replicas than the cluster has devices or the global batch has samples.
     """
     most = cluster.devices if cluster.has_accelerators else min(cluster.devices, _MOST_CPU_RANKS)
     weights = job.partition.weights
@@ -299,7 +307,7 @@ _ZOO_WITHOUT_BATCH_NORM = ("mlp", "cifar_cnn", "bert", "gpt", "moe")
 
 
 def warnings_about(plan: Plan, job: Job, cluster: Cluster) -> list[str]:
-    """Return warnings about a plan that runs, each with a value that avoids the problem."""
+    """Return warnings about a valid plan, each with a value that avoids the problem."""
     context = PlanContext(plan, job, cluster)
     found = [
         *_more_ranks_than_cores(context),
@@ -318,7 +326,7 @@ def warnings_about(plan: Plan, job: Job, cluster: Cluster) -> list[str]:
         *_nobody_to_agree_with(plan),
         *_ends_between_agreements(context),
     ]
-    # only one if all hosts give the same warning
+    # several hosts may give the same warning
     return list(dict.fromkeys(found))
 
 
@@ -364,7 +372,7 @@ def _slow_bf16(context: PlanContext) -> Iterator[str]:
 
 
 def _matrices_across_hosts(context: PlanContext) -> Iterator[str]:
-    """Warn about tensor-parallel groups that span hosts or domains."""
+    """Warn about tensor-parallel groups that span several hosts or NVLink domains."""
     plan = context.plan
     joined = devices_of_a_domain(context.cluster) if plan.tp > 1 else None
     ends = list(range(joined, context.devices, joined)) if joined else list(accumulate(context.ranks_per_host))[:-1]
@@ -391,7 +399,7 @@ def _idle_stages(plan: Plan) -> Iterator[str]:
 
 
 def _fewer_microbatches(context: PlanContext) -> Iterator[str]:
-    """Warn that fewer microbatches will be used. Pipeline stages need microbatches of equal size."""
+    """Warn that fewer microbatches will be used, because pipeline stages need microbatches of equal size."""
     plan, shares = context.plan, context.shares
     fitting = fitting_microbatches(shares, plan.microbatches)
     if plan.pp > 1 and fitting != plan.microbatches:
@@ -467,7 +475,7 @@ def _nobody_to_agree_with(plan: Plan) -> Iterator[str]:
 
 
 def _ends_between_agreements(context: PlanContext) -> Iterator[str]:
-    """Warn about a run that ends before its replicas synchronize once."""
+    """Warn about a run that ends before its replicas have synchronized."""
     plan, steps = context.plan, context.job.stop.steps
     period = SyncSpec.parse(plan.sync).period
     if plan.dp > 1 and steps is not None and steps < period:

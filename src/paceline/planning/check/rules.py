@@ -1,6 +1,6 @@
-"""Checks of a plan: every reason why it cannot run a job on a cluster.
+"""Checks of a plan that do not depend on how the model is divided.
 
-Checks of plans that divide the model are in `split_rules.py`.
+The checks of plans that divide the model are in `split_rules.py`.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ _RANK_BYTES = 2**28
 
 
 def reasons_against(plan: Plan, job: Job, cluster: Cluster, world: int | None = None) -> list[PlanProblem]:
-    """List every reason why the plan cannot run the job on the cluster.
+    """Return every reason why the plan cannot run the job on the cluster.
 
-    Each reason names a value that would work. `world` is the number of ranks if they were already started; then the
-    number of devices is not checked.
+    Each reason names a value that would work. `world` is the number of ranks that were started already; if it is given,
+    the number of devices is not checked.
     """
     return reasons_of(PlanContext(plan, job, cluster, world))
 
 
 def reasons_of(context: PlanContext) -> list[PlanProblem]:
-    """List the reasons against the plan of a context."""
+    """Return every reason why the plan of a context cannot run."""
     return [problem.about(context.plan) for check in CHECKS if (problem := check.reason(context))]
 
 
@@ -54,7 +54,7 @@ def _other_world(context: PlanContext) -> PlanProblem | None:
 
 @_check(*DEGREES)
 def _too_few_devices(context: PlanContext) -> PlanProblem | None:
-    """Refuse more ranks than GPUs. Ranks on CPUs may share cores."""
+    """Refuse more ranks than GPUs. Ranks on CPUs may share cores, so they are not limited."""
     plan, cluster, weights = context.plan, context.cluster, context.job.partition.weights or ()
     if plan.ranks <= context.devices or not cluster.has_accelerators or context.world is not None:
         return None
@@ -171,7 +171,7 @@ def _loss_over_the_whole_batch(context: PlanContext) -> PlanProblem | None:
 
 @_check("microbatches", *DATA_AXES)
 def _models_loss_over_the_whole_batch(context: PlanContext) -> PlanProblem | None:
-    """Refuse a batch in parts if the model's own loss compares samples."""
+    """Refuse to divide a batch if the model's own loss compares its samples."""
     plan = context.plan
     if (
         plan.microbatches * plan.data_ranks == 1
@@ -229,7 +229,7 @@ def _no_onednn(context: PlanContext) -> PlanProblem | None:
 
 @_check("memory_format")
 def _no_images(context: PlanContext) -> PlanProblem | None:
-    """Return the reason against channels_last for models without images; models by import path pass."""
+    """Refuse channels_last for a model without image input. A model given by import path passes."""
     plan, model = context.plan, context.job.model
     takes_images = model.zoo not in _ZOO_WITHOUT_IMAGES and model.task in (None, "image_classification")
     if plan.memory_format != "channels_last" or takes_images:
@@ -366,7 +366,7 @@ def _not_by_servers(context: PlanContext) -> PlanProblem | None:
 
 @_check("compress", "sync")
 def _nothing_to_compress(context: PlanContext) -> PlanProblem | None:
-    """Refuse compression with sync rules that cannot compress, such as local SGD."""
+    """Refuse compression with a sync rule that does not support it, such as local SGD."""
     plan, spec = context.plan, SyncSpec.parse(context.plan.sync)
     if plan.compress == "none" or spec.info.compresses:
         return None
@@ -426,7 +426,7 @@ def _too_wide_to_compress(context: PlanContext) -> PlanProblem | None:
 
 
 def _without_loss_scale(key: str) -> None:
-    """Refuse fp16 with a key that leaves ranks without whole, exact gradients."""
+    """Refuse fp16 with a key under which ranks lack whole and exact gradients."""
 
     @_check(key)
     def _(context: PlanContext) -> PlanProblem | None:

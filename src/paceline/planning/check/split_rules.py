@@ -1,4 +1,4 @@
-"""Checks of plans that divide the model: every reason why the model cannot be divided."""
+"""Checks of plans that divide the model."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from paceline.planning.model.model_info import undivided_attention
 from paceline.planning.plan import DEGREES, MEANT_FOR, V_SCHEDULES, Plan
 from paceline.units import count
 
-# built-in metrics that need every prediction at once
+# built-in metrics that need all predictions at once
 _GATHER = ("auc", "r2")
 # keys that affect whether the state fits the memory
 MEMORY = ("zero", "offload", *DEGREES)
@@ -33,7 +33,7 @@ _check = registering(CHECKS)
 
 
 def _without_its_degree(key: str, degree: str) -> None:
-    """Refuse a key that has no effect while its degree is 1. The degree was probably forgotten."""
+    """Refuse a key that has no effect because its degree is 1."""
 
     @_check(key, degree)
     def _(context: PlanContext) -> PlanProblem | None:
@@ -95,10 +95,10 @@ def _wrong_cuts(context: PlanContext) -> PlanProblem | None:
 
 @_check("tp")
 def _heads_do_not_divide(context: PlanContext) -> PlanProblem | None:
-    """Return the reason against a `tp` that does not divide the heads, or None.
+    """Refuse a `tp` that does not divide the attention heads.
 
-    Ranks can share a head of keys and values only if the projections can be used in part, which depends on the model's
-    code. A vocabulary that cannot be divided stays replicated. This is slower but works: see `plan_errors.py`.
+    Ranks can share a key-value head only if each rank can use a part of its projection, which depends on the model's
+    code. A vocabulary that cannot be divided is not refused, because a replicated vocabulary works, only more slowly.
     """
     if context.plan.tp == 1:
         return None
@@ -132,7 +132,7 @@ def _tokens_do_not_divide(context: PlanContext) -> PlanProblem | None:
 
 @_check("sequence", "tp", "cp")
 def _no_sequence_to_divide(context: PlanContext) -> PlanProblem | None:
-    """Return the reason against sequence parallelism, or None. It divides the tokens of a `cp` rank further."""
+    """Refuse sequence parallelism that cannot divide each `cp` rank's tokens among the `tp` ranks."""
     plan = context.plan
     if not plan.sequence or plan.tp == 1:
         return None
@@ -163,7 +163,7 @@ def _loss_over_stages(context: PlanContext) -> PlanProblem | None:
 
 @_check(*DEGREES)
 def _updates_of_whole_parameters(context: PlanContext) -> PlanProblem | None:
-    """Refuse to divide parameters that one optimizer update needs whole."""
+    """Refuse to shard parameters that the optimizer needs as a whole for an update."""
     plan, optimizer = context.plan, context.job.optimizer
     if plan.ranks == 1 or (not context.divides and ":" not in optimizer.name):
         return None
@@ -204,7 +204,7 @@ def _loss_over_whole_sequences(context: PlanContext) -> PlanProblem | None:
 
 @_check("cp")
 def _metrics_of_whole_samples(context: PlanContext) -> PlanProblem | None:
-    """Refuse metrics that need every token of a sample on one rank."""
+    """Refuse context parallelism with a metric that needs whole samples on one rank."""
     specs = context.job.metrics
     # built-in metrics that are sums over tokens need not be built
     if context.plan.cp == 1 or not any(":" in spec.name or spec.name in _GATHER for spec in specs):
@@ -267,7 +267,10 @@ def _compiled_v_schedule(context: PlanContext) -> PlanProblem | None:
 
 @_check("schedule", "fsdp", "pp")
 def _shards_of_a_tied_weight(context: PlanContext) -> PlanProblem | None:
-    """Refuse tied weights that FSDP2 would shard twice. A V schedule places both stages on one rank."""
+    """Refuse tied weights that FSDP2 would shard twice.
+
+    A V schedule places the first and the last stage on the same rank.
+    """
     plan = context.plan
     if plan.schedule not in V_SCHEDULES or plan.pp == 1 or plan.fsdp == 1 or not context.model_info.tied:
         return None
@@ -287,7 +290,7 @@ def _state_beyond_memory(context: PlanContext) -> PlanProblem | None:
 
 
 def _enough_fsdp(context: PlanContext) -> str:
-    """Return the fsdp degree that would work, limited by the numbers of devices and samples."""
+    """Describe an fsdp degree with which the state fits, or what else would help."""
     plan = context.plan
     others = plan.ranks // plan.fsdp
     most = (context.world or context.devices) // others

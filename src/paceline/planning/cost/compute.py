@@ -1,4 +1,4 @@
-"""Compute time of a block: matrix products by shape, other kernels by memory traffic."""
+"""Compute time of a block, from matrix products and the memory traffic of other kernels."""
 
 from __future__ import annotations
 
@@ -16,16 +16,17 @@ from paceline.planning.model.graph import BlockTrace, Gemm
 
 
 class BlockConfig(NamedTuple):
-    """Everything that a block's time on one rank depends on, except the block itself.
+    """Parameters that determine a block's time on one rank.
 
-    Fields without a description here are as in `Layout` and `FrameworkProfile`.
+    The remaining fields have the same meaning as in `Layout` and `FrameworkProfile`.
 
     Attributes:
-        attention: generation of the fused kernel; 0 if attention is not fused.
-        floor_s: minimum seconds of Python for a kernel.
-        added_bytes: bytes moved per number of a weight's gradient to add it to the gradient of earlier microbatches.
-        products: precision of products with weights; "" if the device is no faster in it.
-        casts: share of a step's microbatches in which weights are cast to `products`.
+        attention: generation of the fused attention kernel; 0 if attention is not fused.
+        floor_s: minimum time that Python needs to launch a kernel, in seconds.
+        added_bytes: bytes moved per element of a weight's gradient to add it to the gradient of earlier microbatches.
+        products: reduced precision of matrix products with weights; "" if the device is not faster in a reduced
+            precision.
+        casts: fraction of a step's microbatches in which weights are cast to `products`.
     """
 
     device: Accelerator
@@ -59,23 +60,26 @@ class BlockConfig(NamedTuple):
 
     @property
     def expert_groups(self) -> int:
-        """Number of ranks that have different experts of a layer, whole or in parts."""
+        """Number of groups of ranks with different experts of a layer."""
         return self.expert_ranks or self.ep
 
     @property
     def expert_parts(self) -> int:
-        """Number of parts into which a layer's experts are divided, as `Layout.expert_parts`."""
+        """Number of parts into which a layer's experts are divided."""
         return self.expert_ranks or self.tp * self.ep
 
 
 class BlockTime(NamedTuple):
-    """Seconds of one microbatch on one rank: the device's, and Python's time to launch kernels.
+    """Time of one microbatch in a block on one rank, in seconds.
+
+    The `launch_` fields are the time that Python needs to launch the kernels; the other fields are time on the device.
 
     Attributes:
-        scores_s: forward seconds that remat=selective recomputes if it keeps everything except attention's squares.
-        last_s: forward seconds of the last product.
-        others_s: forward seconds of memory-bound kernels.
-        weights_s: forward seconds of products with weights.
+        scores_s: forward time of the attention, which remat=selective recomputes in frameworks that keep everything
+            except attention scores.
+        last_s: forward time of the block's last matrix product.
+        others_s: forward time of memory-bound kernels.
+        weights_s: forward time of matrix products with weights.
     """
 
     forward_s: float
@@ -89,7 +93,7 @@ class BlockTime(NamedTuple):
 
 
 def block_config(layout: Layout) -> BlockConfig:
-    """Return the part of a layout that determines a block's time."""
+    """Return the parameters of a layout that determine the time of a block."""
     framework, device = layout.framework, device_of(layout)
     queued = (device.is_gpu or device.is_core) and not framework.graphs
     regathers = layout.fsdp > 1 and layout.zero == 3 and layout.pp == 1
@@ -128,7 +132,10 @@ def block_config(layout: Layout) -> BlockConfig:
 
 
 def device_of(layout: Layout) -> Accelerator:
-    """Return a rank's compute device. On CPUs, its number of cores is the rank's number of threads."""
+    """Return the compute device of one rank.
+
+    On CPUs, this is a device with as many cores as the rank has threads.
+    """
     device = layout.machines.device
     return _cores(device, layout.threads) if device.is_core and layout.threads > 1 else device
 
@@ -141,7 +148,7 @@ def _cores(core: Accelerator, count: int) -> Accelerator:
 
 @lru_cache(maxsize=200_000)
 def block_time(block: BlockTrace, config: BlockConfig) -> BlockTime:
-    """Compute the times of a block for one microbatch, without communication."""
+    """Compute the time of a block for one microbatch, without communication."""
     if config.products and block.kind in ("embedding", "head"):
         config = config._replace(products="")
     weights = [gemm for gemm in block.gemms if not (gemm.batch and config.attention)]
@@ -174,12 +181,12 @@ def block_time(block: BlockTrace, config: BlockConfig) -> BlockTime:
 
 
 def held_weights(block: BlockTrace, config: BlockConfig) -> float:
-    """Return the number of weights of a block that one rank holds."""
+    """Return the number of elements of a block's weight matrices that one rank holds."""
     return block.matrices / config.tp + block.experts / config.expert_parts
 
 
 def _attention_s(block: BlockTrace, config: BlockConfig) -> tuple[float, float]:
-    """Return forward and backward seconds of fused attention, or of a state space's scan."""
+    """Return the forward and backward time of fused attention or of a state-space scan."""
     if not config.attention:
         return 0.0, 0.0
     reached = constants.SCAN if block.kind.startswith("mamba") else 1.0
@@ -194,10 +201,10 @@ def _attention_s(block: BlockTrace, config: BlockConfig) -> tuple[float, float]:
 
 
 def _throttled(products_s: float, others_s: float, launch_s: float, config: BlockConfig) -> float:
-    """Return the factor by which products slow down because the device's power limits its clock.
+    """Return the factor by which the device's power limit slows down matrix products.
 
-    A device that computes products all the time keeps the fraction `sustained` of its clock; a less busy device keeps
-    more.
+    A device that computes matrix products all the time keeps only the fraction `sustained` of its clock frequency. With
+    a lower share of products, the frequency is higher.
     """
     if not products_s:
         return 1.0
@@ -206,10 +213,10 @@ def _throttled(products_s: float, others_s: float, launch_s: float, config: Bloc
 
 
 def _sustained(device: Accelerator) -> float:
-    """Return the fraction of the peak that long products sustain within a device's power.
+    """Return the fraction of the peak FLOP/s that long matrix products sustain.
 
-    The fitted value of a device also applies to its variants with another memory or power, in proportion to
-    `sustained`.
+    The fitted value of a device also applies to its variants with another memory or power limit. It is scaled in
+    proportion to their `sustained` values.
     """
     usual = CATALOGUE.get(device.name.split(" ")[0], device)
     found = SUSTAINED.get(usual.name, usual.sustained * constants.PRODUCTS_TOP)
@@ -217,7 +224,7 @@ def _sustained(device: Accelerator) -> float:
 
 
 def _kernels(block: BlockTrace, config: BlockConfig, unfused: bool) -> float:
-    """Count the kernels of a forward pass, including casts to low precision, experts and adapters."""
+    """Count the kernels of a forward pass, including those of low-precision casts, experts and adapters."""
     products = sum(not gemm.batch for gemm in block.gemms)
     added = float(products if config.products else 0) + (4 * products if config.lora else 0)
     if block.experts:
@@ -228,7 +235,10 @@ def _kernels(block: BlockTrace, config: BlockConfig, unfused: bool) -> float:
 
 
 def _scores_s(block: BlockTrace, config: BlockConfig, unfused: bool) -> float:
-    """Return the forward seconds of the kernels over attention's squares; 0 if attention is fused."""
+    """Return the forward time of the softmax and other kernels on attention scores.
+
+    It is 0 if attention is fused.
+    """
     if config.attention:
         return 0.0
     return _pass_s(block.scores / config.tp / config.cp, config) * (constants.UNFUSED_SOFTMAX if unfused else 1)
@@ -242,7 +252,7 @@ def _softmax_is_unfused(block: BlockTrace, config: BlockConfig) -> bool:
 
 
 def _other_s(block: BlockTrace, config: BlockConfig) -> float:
-    """Return the forward seconds of memory-bound kernels, without attention's squares."""
+    """Return the forward time of memory-bound kernels, except those on attention scores."""
     head = block.kind == "head"
     vector = config.vector
     if any(gemm.read for gemm in block.gemms):
@@ -254,9 +264,9 @@ def _other_s(block: BlockTrace, config: BlockConfig) -> float:
 
 
 def _casts_s(weights: Sequence[Gemm], block: BlockTrace, config: BlockConfig) -> tuple[float, float]:
-    """Return the seconds of casts to low precision.
+    """Return the forward and backward time of casts to low precision.
 
-    They are casts of inputs and weights in the forward pass, and of gradients of results in the backward pass.
+    The forward pass casts inputs and weights. The backward pass casts the gradients of outputs.
     """
     if not config.products:
         return 0.0, 0.0
@@ -273,15 +283,15 @@ def _casts_s(weights: Sequence[Gemm], block: BlockTrace, config: BlockConfig) ->
 
 
 def _pass_s(numbers: float, config: BlockConfig) -> float:
-    """Return the seconds to move `numbers` elements per sample through the device's memory."""
+    """Return the time to move `numbers` elements per sample through the device's memory."""
     return numbers * config.samples * BYTES[config.precision] / vector_bandwidth(config.device)
 
 
 def gemm_s(gemm: Gemm, config: BlockConfig, backward: bool = False) -> float:
-    """Return the seconds of all products of this shape in a microbatch, forward or backward.
+    """Return the time of all matrix products of one shape in a microbatch, in seconds.
 
-    The backward pass has two products for each forward product, or one if the weight is not trained or its input is
-    data.
+    The backward pass has two products for each forward product. It has only one if the weight is not trained or the
+    input is data, which needs no gradient.
     """
     shape = _shape(gemm, config)
     precision: str = config.precision if gemm.batch else config.products or config.precision
@@ -299,16 +309,16 @@ def gemm_s(gemm: Gemm, config: BlockConfig, backward: bool = False) -> float:
     inputs = 0.0 if gemm.data else seconds(*_gradient_of_inputs(gemm, shape, read))
     if config.lora and not gemm.batch:
         return repeated * inputs
-    # int8 products leave the weights' gradients in 16 bits (AQT's default in MaxText)
+    # with int8 products, the gradients of weights are computed in 16 bits (AQT's default in MaxText)
     kept = config.precision if precision == "int8" else precision
     return repeated * (inputs + seconds(shape.n, shape.k, shape.rows, kind=kept))
 
 
 def _gradient_of_inputs(gemm: Gemm, shape: Shape, read: float) -> tuple[float, float, float, float]:
-    """Return the matrix product that computes the gradient of the left operand.
+    """Return the shape of the matrix product that computes the gradient of the left operand.
 
-    The values are rows, width, summed dimension, and elements read. For a convolution, the result's gradient is
-    convolved, with one row for each position of the image.
+    The result has the rows, the width, the summed dimension, and the number of elements read. For a convolution, the
+    gradient of the output is convolved, and each position of the image is one row.
     """
     if gemm.taps == 1:
         return shape.rows, shape.k, shape.n, read
@@ -318,9 +328,9 @@ def _gradient_of_inputs(gemm: Gemm, shape: Shape, read: float) -> tuple[float, f
 
 
 class Shape(NamedTuple):
-    """Products of one rank in a microbatch: `many` at once, `repeated` times.
+    """Matrix products of one rank in a microbatch: batches of `many` products, `repeated` times.
 
-    Each is (rows × k) · (k × n).
+    Each product is (rows × k) · (k × n).
     """
 
     rows: float
@@ -331,7 +341,7 @@ class Shape(NamedTuple):
 
 
 def _shape(gemm: Gemm, config: BlockConfig) -> Shape:
-    """Return one rank's part of products."""
+    """Return the shape of one rank's part of a matrix product."""
     rows, n, k = gemm.rows / config.cp, float(gemm.n), float(gemm.k)
     times, tp = float(gemm.times), config.tp
     if gemm.batch:
@@ -358,10 +368,10 @@ def _shape(gemm: Gemm, config: BlockConfig) -> Shape:
 
 
 def _of_products(gemm: Gemm, config: BlockConfig) -> float:
-    """Return the relative time of a convolution's products by its algorithm.
+    """Return the time of a convolution relative to plain matrix products.
 
-    In fp32 without tensor cores, 3 × 3 kernels use Winograd's algorithm (arXiv:1509.09308). With tensor cores,
-    convolutions over three dimensions are slower than those over two.
+    In fp32, which uses no tensor cores, 3 × 3 kernels use Winograd's algorithm (arXiv:1509.09308). With tensor cores,
+    3D convolutions are slower than 2D convolutions.
     """
     wide = config.precision == "fp32" and config.device.is_gpu
     if wide:
@@ -382,7 +392,7 @@ _WIDER = {
 
 
 def peak_flops(device: Accelerator, precision: str) -> float:
-    """Return the peak FLOP/s of a precision, or of the next wider one."""
+    """Return the peak FLOP/s in a precision, or in the next wider one."""
     precision = LOW.get(precision, precision)
     for name in (precision, *_WIDER.get(precision, ())):
         if name in device.peak_flops:
@@ -394,9 +404,10 @@ def peak_flops(device: Accelerator, precision: str) -> float:
 def product_s(
     device: Accelerator, precision: str, m: float, n: float, k: float, many: float = 1.0, spared: float = 0.0
 ) -> float:
-    """Return the seconds of `many` equal products at once, bound by arithmetic or memory.
+    """Return the time of a batch of `many` equal matrix products, in seconds.
 
-    Each is (m × k) · (k × n). `spared` elements are not moved: convolutions read an element once for several rows.
+    Each product is (m × k) · (k × n). The time is bound by either arithmetic or memory traffic. `spared` is the number
+    of elements that need not be moved, because a convolution reads an element once for several rows.
     """
     low = precision in LOW
     size = constants.LOW_BYTES[precision] if low else BYTES[precision]
@@ -417,13 +428,14 @@ def product_s(
 def _tiled_s(
     m: float, n: float, k: float, many: float, units: int, each: float, sizes: constants.Tiles = constants.TILES
 ) -> float:
-    """Return the seconds of products whose result is cut into tiles.
+    """Return the time of matrix products whose result is divided into tiles, in seconds.
 
-    Multiprocessors take one tile each, in waves. The last wave may be almost empty. The fastest of the tile sizes in
-    libraries is used.
+    In each wave, every multiprocessor computes one tile. The last wave may be almost empty. The result is the time with
+    the fastest tile size.
 
     Args:
-        units: multiprocessors of the device; `each`: FLOP/s of one.
+        units: number of multiprocessors of the device.
+        each: FLOP/s of one multiprocessor.
         sizes: available tile sizes.
     """
     fastest = float("inf")
@@ -439,7 +451,10 @@ def _tiled_s(
 
 
 def _alignment(n: float, k: float, size: int) -> float | None:
-    """Return the relative speed for the rows' alignment; None if tensor cores cannot be used."""
+    """Return the relative speed for the alignment of the rows.
+
+    It is None if the rows are too poorly aligned for tensor cores.
+    """
     speed = 1.0
     for width in (n, k):
         found = next((left for divisor, left in constants.ALIGNED if (width * size) % divisor == 0), None)
@@ -450,14 +465,14 @@ def _alignment(n: float, k: float, size: int) -> float | None:
 
 
 def vector_bandwidth(device: Accelerator) -> float:
-    """Return the bytes per second of memory-bound kernels."""
+    """Return the memory bandwidth that memory-bound kernels reach, in bytes per second."""
     return device.memory_bandwidth * constants.VECTOR_TOP
 
 
 class KernelSpeed(NamedTuple):
-    """Share of the 16-bit peak that an attention kernel reaches on long sequences.
+    """Fraction of the 16-bit peak FLOP/s that an attention kernel reaches on long sequences.
 
-    Heads are 128 wide.
+    The values are for heads of width 128.
     """
 
     forward: float
@@ -504,15 +519,15 @@ BACKWARD = 2.5  # five products instead of two
 def fused_attention_s(
     gemm: Gemm, device: Accelerator, kernel: int, peak: float, samples: float, ranks: int
 ) -> tuple[float, float]:
-    """Return forward and backward seconds of one of attention's two products in a fused kernel.
+    """Return the forward and backward time of one matrix product of fused attention.
 
-    The kernel skips what a causal mask hides.
+    The kernel skips positions that a causal mask hides.
 
     Args:
         kernel: generation of the kernel, 1 to 3.
-        peak: FLOP/s of the device in that precision.
-        samples: sequences of a microbatch.
-        ranks: ranks that share the work.
+        peak: peak FLOP/s of the device in the precision of the kernel.
+        samples: number of sequences in a microbatch.
+        ranks: number of ranks that share the work.
     """
     by_device = KERNELS[min(max(kernel, 1), 3)]
     speed = by_device.get(device.generation, by_device[""])

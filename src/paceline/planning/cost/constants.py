@@ -1,8 +1,8 @@
-"""Physical constants of the cost model: one set for all models, machines and software.
+"""Physical constants of the cost model. The same values apply to all models, machines and frameworks.
 
 The values in `CONSTANTS` are fitted by `benchmarks/published_fit.py` on a tenth of the rows of published tables.
-`LINK_TOP_INSIDE` and `COLLECTIVE_S` are fitted to timings of NCCL (`tables/calib_collectives.csv`). The others are
-properties of the hardware or of libraries, with their source, or are marked as assumed.
+`LINK_TOP_INSIDE` and `COLLECTIVE_S` are fitted to timings of NCCL (`tables/calib_collectives.csv`). The other constants
+are properties of hardware or libraries with a cited source, or are marked as assumed.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Predicted cost of a plan: time, memory and goodput under failures."""
+"""Predicted cost of a plan: step time, memory, and goodput under failures."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from paceline.planning.cost.stages import StageCost, StepInputs, exposed_s, hop_
 
 
 def predict_layout(layout: Layout) -> Prediction:
-    """Predict the time, memory and breakdown of one step."""
+    """Predict the time, breakdown and peak memory of one step of a layout."""
     parts = step_parts(layout, inputs_of(layout))
     step = sum(parts.values())
     held = measured_memory(layout, memory(layout))
@@ -50,14 +50,14 @@ def predict_layout(layout: Layout) -> Prediction:
 
 
 def memory_fits(layout: Layout) -> bool:
-    """True if a device has enough memory for a layout."""
+    """True if the predicted peak memory of a layout fits on its devices."""
     return sum(measured_memory(layout, memory(layout)).values()) <= capacity_bytes(layout)
 
 
 def copies(layout: Layout, held: dict[str, float]) -> dict[str, float]:
-    """Return the bytes of copies of other ranks' states in memory (`training.recovery.mirror`).
+    """Return the memory of the state copies that ranks keep for each other, in bytes.
 
-    It is 0 if the copies do not fit, since runs then make none.
+    `training.recovery.mirror` makes these copies. The result is empty if the copies do not fit or the plan makes none.
     """
     alone = layout.dp == layout.cp == layout.ep == 1 and layout.ranks > 1
     if not (alone and layout.machines.device.is_core and layout.framework.name == FrameworkProfile().name):
@@ -67,12 +67,12 @@ def copies(layout: Layout, held: dict[str, float]) -> dict[str, float]:
 
 
 def inputs_of(layout: Layout) -> StepInputs:
-    """Return the inputs of a step, measured on a calibrated machine or from the catalogue."""
+    """Return the times that determine a step, from the calibration or else from the catalogue."""
     return measured_inputs(layout) or _catalogue_inputs(layout)
 
 
 def step_parts(layout: Layout, inputs: StepInputs) -> dict[str, float]:
-    """Return the seconds of a step by `PARTS`."""
+    """Return the breakdown of a step: seconds for each of `PARTS`."""
     slow, count = inputs.times.slowest, layout.microbatches
     parts = dict.fromkeys(PARTS, 0.0)
     parts["compute"] = count * (slow.forward_s + slow.backward_s)
@@ -90,7 +90,7 @@ def step_parts(layout: Layout, inputs: StepInputs) -> dict[str, float]:
 
 
 def timeline(layout: Layout) -> list[Span]:
-    """Simulate each rank's schedule, and return the timeline of every pipeline stage."""
+    """Simulate the schedule of every pipeline rank and return its spans."""
     inputs = inputs_of(layout)
     return simulated(layout, inputs.times, inputs.hop_s)
 
@@ -118,10 +118,10 @@ def _catalogue_inputs(layout: Layout) -> StepInputs:
 
 
 def _fixed_s(layout: Layout) -> float:
-    """Return the fixed seconds of a step, independent of the model and the batch.
+    """Return the fixed overhead of a step, in seconds.
 
-    Several ranks on cores have a larger fixed time than one. In a short step, dividing the work does not compensate for
-    it.
+    On CPUs, several ranks have a larger overhead than one rank. In a short step, this overhead can exceed the time that
+    dividing the work saves.
     """
     if not layout.machines.device.is_core:
         return constants.STEP_S
@@ -129,9 +129,9 @@ def _fixed_s(layout: Layout) -> float:
 
 
 def _offloaded_s(layout: Layout, slow: StageCost, shown_s: float) -> float:
-    """Return the exposed time of activations that are offloaded to the host's memory.
+    """Return the exposed time of moving activations to host memory and back, in seconds.
 
-    They are transferred during both passes, in parallel to exposed traffic on other links.
+    The transfers overlap both passes and the exposed traffic on other links.
     """
     if not layout.offload_activations:
         return 0.0
@@ -140,17 +140,19 @@ def _offloaded_s(layout: Layout, slow: StageCost, shown_s: float) -> float:
 
 
 def beside_passes_s(layout: Layout, slow: StageCost) -> tuple[float, float, float]:
-    """Return the seconds of fsdp, dp and the update beside the slowest rank's passes.
+    """Return the exposed times of fsdp, dp and the update, in seconds.
 
-    The search uses it to compute bounds for stages whose compute time is zero or infinite.
+    Exposed time is time that the passes of the slowest rank do not hide.
+
+    To compute bounds, the search calls this function with stages whose compute time is zero or infinite.
     """
     return _fsdp_s(layout, slow), _dp_s(layout, slow), _optimizer_s(layout, slow)
 
 
 def _fsdp_s(layout: Layout, slow: StageCost) -> float:
-    """FSDP all-gather and reduce-scatter time that compute cannot overlap, in seconds.
+    """Return the FSDP all-gather and reduce-scatter time that compute cannot overlap, in seconds.
 
-    Each block is gathered and scattered by itself, with the latency of its group; the next block is prefetched.
+    Each block has its own collectives, each with the latency of the group. The next block is prefetched.
     """
     if layout.fsdp == 1:
         return 0.0
@@ -182,9 +184,10 @@ def _trained(layout: Layout, slow: StageCost) -> float:
 
 
 def _dp_s(layout: Layout, slow: StageCost) -> float:
-    """Return the time of the gradients' all-reduce that the last backward pass cannot overlap.
+    """Return the gradient reduction time that the last backward pass cannot overlap, in seconds.
 
-    If each replica updates a part (`zero_dp`), it is a reduce-scatter, and an all-gather of the new parameters.
+    Gradients are all-reduced. With `zero_dp`, they are reduce-scattered instead, and the new parameters are
+    all-gathered.
     """
     same_s = _same_weights_s(layout, slow)
     if layout.dp == 1:
@@ -208,16 +211,19 @@ def _dp_s(layout: Layout, slow: StageCost) -> float:
 
 
 def _summed_s(seconds: float, layout: Layout, slow: StageCost) -> float:
-    """Return the exposed seconds of gradient reductions. The reduction of the last block cannot be overlapped."""
+    """Return the exposed time of gradient reductions.
+
+    The backward pass cannot overlap the reduction of the last block.
+    """
     if not layout.framework.overlaps_gradients:
         return seconds
     return exposed_s(seconds, slow.backward) + seconds / slow.blocks
 
 
 def _same_weights_s(layout: Layout, slow: StageCost) -> float:
-    """Return the seconds of reducing gradients over cp and ep ranks with equal weights.
+    """Return the time to reduce gradients over cp and ep ranks, in seconds.
 
-    Experts are the same only along cp. It is 0 if these ranks share the state as fsdp ranks do.
+    Only cp ranks hold equal expert weights. The time is 0 if cp and ep ranks shard the state, as fsdp ranks do.
     """
     apart = layout.ep * layout.cp
     if apart == 1 or (layout.shards_over_cp and (layout.fsdp > 1 or layout.zero_dp)):
@@ -231,7 +237,7 @@ def _same_weights_s(layout: Layout, slow: StageCost) -> float:
 
 
 def _with_servers_s(layout: Layout, slow: StageCost, shared: float) -> float:
-    """Return the seconds of exchanging a number of values with parameter servers."""
+    """Return the time to exchange `shared` elements with parameter servers, in seconds."""
     up, down = exchanged(layout, shared)
     up_s, down_s = send_s(up * layout.sync_bytes, layout, "dp"), send_s(down * layout.gradient_bytes, layout, "dp")
     apply_s = _optimizer_s(layout, slow) * up / shared
@@ -240,22 +246,22 @@ def _with_servers_s(layout: Layout, slow: StageCost, shared: float) -> float:
 
 
 def _behind_chunks_s(seconds: float, behind: float, chunks: int, blocks: float) -> float:
-    """Return the exposed seconds of traffic that is sent chunk by chunk.
+    """Return the exposed time of traffic that is sent chunk by chunk, in seconds.
 
-    Except for one, a rank's chunks hide their traffic behind the work of other chunks.
+    The traffic of each chunk overlaps the compute of other chunks, except for one chunk.
     """
     own = seconds / chunks
     return exposed_s(own, behind / chunks) + own / blocks * chunks + constants.CONTENTION * (seconds - own)
 
 
 def _single_experts(layout: Layout, slow: StageCost) -> float:
-    """Return the number of a rank's expert parameters that no other rank has, before fsdp."""
+    """Return the number of a rank's trained expert parameters that no other rank holds."""
     single = layout.expert_ranks and layout.expert_copies < 2
     return trained_part(layout) * slow.experts / layout.fsdp if single else 0.0
 
 
 def _optimizer_s(layout: Layout, slow: StageCost) -> float:
-    """Return the time to read and write parameters, gradients and optimizer state once."""
+    """Return the time of an optimizer update, in seconds."""
     shards = layout.fsdp * (layout.dp if layout.zero_dp else 1)
     numbers = stepped(layout, _trained(layout, slow) / shards)
     if layout.expert_ranks and layout.zero_dp and slow.experts:
@@ -269,10 +275,10 @@ def _optimizer_s(layout: Layout, slow: StageCost) -> float:
 
 
 def _on_host_s(layout: Layout, numbers: float) -> float:
-    """Return the time of an update in the host's memory.
+    """Return the time of an optimizer update in host memory, in seconds.
 
-    Gradients are sent to the host, and new parameters are sent back. The host's processors read and write the state (as
-    in ZeRO-Offload's Adam, arXiv:2101.06840), and share its memory.
+    Gradients are sent to the host, and new parameters are sent back. The CPU reads and writes the state, as in
+    ZeRO-Offload's Adam (arXiv:2101.06840). All devices of a host share the host's memory bandwidth.
     """
     device = layout.machines.device
     travel_s = numbers * max(layout.gradient_bytes, layout.number_bytes) / device.host_link.bandwidth
@@ -287,16 +293,18 @@ _LARGEST = 700.0  # largest argument of exp()
 
 @dataclass(frozen=True)
 class FailureCosts:
-    """Costs of failures for one plan, in seconds.
+    """Times, in seconds, that determine the cost of failures under one plan.
 
     Attributes:
-        between_s: mean time between failures of the hosts in use.
+        between_s: mean time between two failures of any host in use.
         step_s: duration of a step.
-        stall_s: time that a checkpoint adds to the steps.
+        stall_s: time by which one checkpoint delays the steps.
         write_s: time from the start of a checkpoint until a run can restart from it.
         restart_s: time from a failure to the first step of the new attempt, including reading the checkpoint.
-        in_place: True if, after the loss of any host, the other hosts hold the whole state, so that replicas continue.
-        copied_s: seconds of steps between two copies of the only replica in other hosts' memory; 0 without copies.
+        in_place: True if the remaining hosts hold the whole state after the loss of any host, and their replicas
+            continue.
+        copied_s: time between two copies of the state to the memory of other hosts, for plans with one replica; 0
+            without copies.
     """
 
     between_s: float
@@ -308,9 +316,9 @@ class FailureCosts:
     copied_s: float = 0.0
 
     def goodput(self, interval_s: float) -> float:
-        """Predict the goodput for a given checkpoint interval, in seconds of steps.
+        """Predict the goodput for a checkpoint interval of `interval_s` seconds.
 
-        It assumes recovery in place if the plan allows it, else restarts.
+        If the plan allows recovery in place, the result is the goodput with recovery, else with restarts.
         """
         return self.recovering(interval_s) if self.goes_on else self.restarting(interval_s)
 
@@ -320,10 +328,10 @@ class FailureCosts:
         return self.in_place or self.copied_s > 0
 
     def restarting(self, interval_s: float) -> float:
-        """Return the goodput if every failure is a restart from the newest complete checkpoint.
+        """Return the goodput if the run restarts from the newest complete checkpoint after every failure.
 
-        It is exact for this model: lifetimes have the mean `between_s`, and only intervals whose checkpoint is written
-        within a lifetime count.
+        The formula is exact for exponentially distributed times between failures with the mean `between_s`. Only an
+        interval whose checkpoint is written before the next failure counts as progress.
         """
         cycle_s = interval_s + self.stalled_s(interval_s)
         exponent = (self.restart_s + self.write_s + cycle_s) / self.between_s
@@ -333,10 +341,9 @@ class FailureCosts:
         return interval_s / (self.between_s * lost * math.expm1(cycle_s / self.between_s))
 
     def recovering(self, interval_s: float) -> float:
-        """Return the goodput if ranks continue in place.
+        """Return the goodput if ranks recover in place.
 
-        A failure then costs a step and the gap. With copies in memory, a failure costs the wait for a host, and the
-        steps since the newest copy. Checkpoints are still written, since memory does not cover every loss.
+        Checkpoints are still written, because copies in memory do not cover every loss.
         """
         saving = interval_s / (interval_s + self.stalled_s(interval_s))
         if not self.in_place:
@@ -345,16 +352,21 @@ class FailureCosts:
 
     @property
     def failure_s(self) -> float:
-        """Seconds that one failure costs if ranks continue in place."""
+        """Seconds lost by one failure if ranks recover in place.
+
+        A failure costs the repeated step and the recovery. With copies in memory, it also costs the wait for a new host
+        and the steps since the newest copy.
+        """
         waits_s = 0.0 if self.in_place else constants.RESTART_S + self.copied_s / 2
         return self.step_s + constants.RECOVERY_S + waits_s
 
     @property
     def best_interval_s(self) -> float:
-        """Seconds of steps between checkpoints that lose the least time, with restarts.
+        """Checkpoint interval with the highest goodput under restarts, in seconds.
 
-        The interval is not shorter than a step or than writing takes. It is the stationary point of `restarting`, found
-        by Newton's method from Young's first-order approximation; Daly's formula is a series expansion of it.
+        The interval is at least one step and at least the time to write a checkpoint. It is the maximum of
+        `restarting`, found by Newton's method starting at Young's first-order approximation. Daly's formula is a series
+        expansion of this maximum.
         """
         stall = self.stall_s / self.between_s
         share = min(1.0, math.sqrt(2 * stall))  # of `between_s`
@@ -367,24 +379,27 @@ class FailureCosts:
 
     @property
     def best_every_steps(self) -> int:
-        """`best_interval_s` as a number of steps: the better of the two neighbouring integers."""
+        """`best_interval_s` as a number of steps, rounded to the integer with the higher goodput."""
         below = max(1, math.floor(self.best_interval_s / self.step_s))
         return max((below, below + 1), key=lambda steps: self.restarting(steps * self.step_s))
 
     def stalled_s(self, interval_s: float) -> float:
-        """Return the stall of a checkpoint, and the wait if the next one comes early."""
+        """Return the delay caused by one checkpoint, in seconds.
+
+        It includes the wait for the previous checkpoint if that is still being written.
+        """
         return self.stall_s + max(0.0, self.write_s - interval_s)
 
 
 def failure_costs(
     layout: Layout, step_s: float, failures_per_host_day: float, ranks_per_host: Sequence[int], *, copied: bool = False
 ) -> FailureCosts:
-    """Compute the costs of failures for a plan from its state and assumed constants.
+    """Compute the costs of failures from the size of the state and assumed constants.
 
     Args:
-        failures_per_host_day: failures of one host per day, above 0.
-        ranks_per_host: ranks of every host; a failure of a host without ranks costs nothing.
-        copied: the plan keeps `copies` of ranks' states in other ranks' memory.
+        failures_per_host_day: number of failures of one host per day, above 0.
+        ranks_per_host: number of ranks on every host; a failure of a host without ranks costs nothing.
+        copied: True if ranks keep copies of each other's state in memory (`copies`).
     """
     most, hosts = max(ranks_per_host), sum(ranks > 0 for ranks in ranks_per_host)
     state_bytes = layout.trace.parameters * (layout.parameter_bytes + layout.optimizer_bytes)

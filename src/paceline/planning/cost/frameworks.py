@@ -1,7 +1,7 @@
-"""Other frameworks, as profiles of the cost model.
+"""Profiles of other frameworks for the cost model.
 
-The profiles follow their documentation and code. Some of their numbers are only initial values of a fit;
-`FRAMEWORKS_FITTED` has the results.
+The profiles follow the documentation and code of each framework. Some numbers are only initial values of a fit;
+`FRAMEWORKS_FITTED` contains the fitted values.
 """
 
 from __future__ import annotations
@@ -19,16 +19,18 @@ MEGATRON_ORDER = ("tp", "ep", "cp", "fsdp", "dp", "pp")  # neighbours along pp a
 
 @dataclass(frozen=True)
 class Framework:
-    """A framework's profile, and the bytes of state that it keeps for each parameter.
+    """Profile of a framework, and the bytes of state that it keeps for each parameter.
 
     Attributes:
-        full: True if parameters are kept in fp32 and cast (autocast), not in 16 bits with a master copy.
-        gradient_bytes, sync_bytes: bytes of gradients as kept and as sent, if parameters have 16 bits.
-        order: axes, beginning with those whose ranks are nearest.
-        shards: sharding of the state among data-parallel ranks, if a run does not state it.
-        folds: True if experts are divided among ranks of tp and dp, whole.
-        sequence: True if tp divides norms and residuals as well.
-        shards_over_cp: True if cp ranks shard the state as fsdp ranks do.
+        full: True if parameters are kept in fp32 and cast by autocast; False if they are kept in 16 bits with an fp32
+            master copy.
+        gradient_bytes, sync_bytes: bytes per gradient element in memory and in communication, if parameters have 16
+            bits.
+        order: axes of the mesh; ranks along the first axis are nearest to each other.
+        shards: default sharding of the state among data-parallel ranks, for runs that do not state it.
+        folds: True if whole experts are distributed over the ranks of tp and dp.
+        sequence: True if tp ranks also divide the tokens of norms and residuals (sequence parallelism).
+        shards_over_cp: True if the state is sharded over cp ranks as well as fsdp ranks.
     """
 
     profile: FrameworkProfile
@@ -43,7 +45,7 @@ class Framework:
 
     @property
     def fitted(self) -> FrameworkProfile:
-        """Return the profile with the values that were fitted on published runs."""
+        """Return a copy of the profile with values fitted on published runs."""
         return replace(self.profile, **FRAMEWORKS_FITTED.get(self.name, {}))  # type: ignore[arg-type]
 
     @property
@@ -54,12 +56,13 @@ class Framework:
     def laid_out(
         self, layout: Layout, *, fp32_gradients: bool = False, pure: bool = False, moment_bytes: float = 4.0
     ) -> Layout:
-        """Return a layout with this framework's profile, order of ranks, and bytes for each parameter.
+        """Return a copy of a layout with the properties of this framework.
 
         Args:
-            fp32_gradients: gradients are accumulated, and sent, in four bytes.
-            pure: gradients are sent in 16 bits, independent of how they are kept.
-            moment_bytes: bytes of each of Adam's two moments: 4, in bf16 2, in 8 bits 1 (arXiv:2110.02861).
+            fp32_gradients: True if gradients are accumulated and sent in four bytes per element.
+            pure: True if gradients are sent in 16 bits, whatever their precision in memory.
+            moment_bytes: bytes per element of each of Adam's two moments: 4 in fp32, 2 in bf16, 1 in 8-bit Adam
+                (arXiv:2110.02861).
         """
         layout = replace(layout, framework=self.fitted, order=self.order, shards_over_cp=self.shards_over_cp)
         if layout.precision in ("fp32", "tf32", "fp64") or self.full:
@@ -198,16 +201,15 @@ FRAMEWORKS = (
 
 
 def summed(layout: Layout, parameters: float) -> float:
-    """Return the size of the all-reduce that costs as much as a rank's gradient reduction.
+    """Return the equivalent size of a rank's gradient reduction, as elements of a dense all-reduce.
 
-    For sparse tables, every rank gets the rows of all ranks, as in an all-gather, which moves half as much as an
-    all-reduce.
+    The rows of sparse tables are all-gathered. An all-gather moves half as many bytes as an all-reduce.
     """
     return parameters - _whole(layout) + layout.dp * _own(layout) / 2
 
 
 def stepped(layout: Layout, parameters: float) -> float:
-    """Return how many of a rank's parameters an update reads and writes."""
+    """Return the number of a rank's parameters that an optimizer update reads and writes."""
     return parameters - _whole(layout) + layout.dp * _own(layout)
 
 
@@ -221,7 +223,10 @@ def _own(layout: Layout) -> float:
 
 
 def _keeps_rows(layout: Layout) -> bool:
-    """True if the engine keeps sparse rows (`engine/calls.py`). A stateful optimizer updates all rows."""
+    """True if the engine exchanges only the looked-up rows of sparse tables (`engine/calls.py`).
+
+    A stateful optimizer needs all rows.
+    """
     if not layout.trace.sparse or layout.optimizer_bytes or not layout.machines.device.is_core:
         return False
     by_itself = layout.sync_every == 1 and not layout.servers and layout.framework == PACELINE

@@ -1,7 +1,7 @@
-"""Inputs of the cost model: work, machines, layout, and times of collectives on it.
+"""Inputs of the cost model: machines, layouts, and times of collectives.
 
-Collectives have latency and bandwidth over the links of a group (NCCL's rings and trees). This module needs neither
-torch nor a job.
+The time of a collective follows from the latency and bandwidth of a group's links, as with NCCL's rings and trees. This
+module needs neither torch nor a job.
 """
 
 from __future__ import annotations
@@ -33,36 +33,40 @@ Products = Literal["", "int8", "fp8", "fp8-row", "fp8-block", "mxfp8", "fp4"]
 
 @dataclass(frozen=True)
 class FrameworkProfile:
-    """Properties of the software that runs a plan, beyond the physics.
+    """Properties of the framework that runs a plan.
 
-    `derating`, `vector`, `mixtures`, `kernels`, `loss` and `overlaps_ep` are fitted (`FRAMEWORKS_FITTED`), the others
-    are not.
+    `derating`, `vector`, `mixtures`, `kernels`, `loss` and `overlaps_ep` are fitted (`FRAMEWORKS_FITTED`). The other
+    values are not.
 
     Attributes:
-        name: such as `paceline`, `Megatron-LM`, `Megatron-DeepSpeed`, `FSDP`.
+        name: name of the framework, such as `paceline`, `Megatron-LM`, `Megatron-DeepSpeed` or `FSDP`.
         derating: factor on all compute times.
         overlaps_gradients: True if gradients are reduced during the backward pass.
-        sums_gradients: True if ZeRO-1's gradients are all-reduced, not scattered (DeepSpeed without `reduce_scatter`).
-        overlaps_parameters: True if parameters that ZeRO-1 updates in parts are gathered during the next forward pass.
-        agrees_s: seconds of coordination until all ranks know that the last gradients are ready.
-        overlaps_tp, overlaps_ep: share of the traffic of tensor and expert parallelism that products hide.
-        overlaps_hops: True if stages of a pipeline send while they compute.
+        sums_gradients: True if gradients are all-reduced under ZeRO-1 instead of reduce-scattered (DeepSpeed without
+            `reduce_scatter`).
+        overlaps_parameters: True if the all-gather of updated parameters under ZeRO-1 overlaps the next forward pass.
+        agrees_s: time in seconds until all ranks know that the last gradients are ready.
+        overlaps_tp, overlaps_ep: fraction of the communication of tensor and expert parallelism that overlaps matrix
+            products.
+        overlaps_hops: True if pipeline stages send activations while they compute.
         flash: True if attention is one fused kernel that does not store its scores.
-        attention: generation of that kernel: FlashAttention 1, 2, or 3 (also cuDNN since 9.0).
-        vector: memory traffic of kernels other than products, relative to the trace's; below 1 if more are fused.
-        mixtures: the same for layers with experts, relative to `vector`; also for their casts and their kernels.
-        graphs: True if kernels are replayed as graphs, without Python.
+        attention: generation of the attention kernel: FlashAttention 1, 2 or 3; cuDNN since 9.0 counts as 3.
+        vector: memory traffic of kernels other than matrix products, relative to the trace; below 1 if more kernels are
+            fused.
+        mixtures: memory traffic of layers with experts relative to other layers; the factor also applies to their casts
+            and kernel counts.
+        graphs: True if kernels are replayed as CUDA graphs, without Python.
         blocking: True if Python waits for every kernel (CUDA_LAUNCH_BLOCKING=1).
-        keeps: what remat=selective keeps: everything except attention's squares, all results of products, or every
-            second one.
-        node_limit: maximum number of hosts with a token's experts; a token is sent once to each. 0 for no limit.
-        loss: memory traffic of its loss over a vocabulary, relative to torch's.
-        kernels: number of kernels launched for each of the trace's; above 1 if less is fused.
-        softmax_of: the fused softmax needs a multiple of this number of score matrices; for other numbers it takes
-            several kernels.
-        stops_early: True if recomputation of a block stops before its last product, because all saved tensors are
-            available (as in torch).
-        scatters_hops: True if each tp rank sends a part of a stage's output, which is gathered in the next stage.
+        keeps: results that remat=selective keeps: everything except attention scores, all results of matrix products,
+            or every second one.
+        node_limit: maximum number of hosts with the experts of one token; a token is sent to each of these hosts once.
+            0 means no limit.
+        loss: memory traffic of the loss over a vocabulary, relative to torch's loss.
+        kernels: number of kernels launched for each kernel of the trace; above 1 if fewer kernels are fused.
+        softmax_of: the softmax is fused only if the number of score matrices is a multiple of this number.
+        stops_early: True if recomputation of a block stops before its last matrix product, because the backward pass
+            does not need its output (as in torch).
+        scatters_hops: True if each tp rank sends a part of a stage's output and the next stage gathers the parts.
     """
 
     name: str = "paceline"
@@ -91,16 +95,18 @@ class FrameworkProfile:
 
 @dataclass(frozen=True)
 class Machines:
-    """The cost model's view of a cluster: equal hosts with two levels of links.
+    """A cluster as the cost model sees it: equal hosts with two levels of links.
 
     Attributes:
         device: the slowest of the devices in use.
-        hosts: number of hosts, or of domains if links inside a host join several (an NVL72, a TPU pod).
-        per_host: devices of each host.
-        between: link between hosts, in bytes per second of *one device* (a host's link divided by its devices).
-        oversubscription: factor of lower bandwidth for groups that span more than `oversubscribed_beyond` hosts.
-        speeds: each host's speed relative to `device`, if they differ; else ().
-        memory_bytes: memory of one device that a job may use; None uses the catalogue's value.
+        hosts: number of hosts, or of domains if fast links join several hosts into one domain (an NVL72, a TPU pod).
+        per_host: number of devices in each host.
+        between: link between hosts; its bandwidth is the share of *one device*, which is the host's bandwidth divided
+            by its devices.
+        oversubscription: factor by which the bandwidth is lower for groups that span more than `oversubscribed_beyond`
+            hosts.
+        speeds: speed of each host relative to `device`; () if all hosts are equally fast.
+        memory_bytes: memory of one device that a job may use, in bytes; None uses the catalogue's value.
     """
 
     device: Accelerator
@@ -113,7 +119,7 @@ class Machines:
     price_per_hour: float | None = None
     # measurements on this machine, which take precedence over the catalogue
     calibration: Calibration | None = None
-    # factors of measured runs, by which whole predictions are multiplied
+    # factors from measured runs; predictions are multiplied by them
     adjustment: Adjustment | None = field(default=None, compare=False)
     oversubscription: float = 1.0
     oversubscribed_beyond: int = 1
@@ -126,37 +132,42 @@ class Machines:
 
 @dataclass(frozen=True)
 class Layout:
-    """A plan, a model and machines, as numbers.
+    """A plan, a model and machines as numbers for the cost model.
 
-    The product of the degrees is the number of ranks. Ranks fill hosts in the order tp, ep, cp, fsdp, pp, dp (a run's
-    mesh), unless `order` specifies another order.
+    The product of the degrees is the number of ranks. Ranks are placed on hosts in the order tp, ep, cp, fsdp, pp, dp,
+    as in a run's mesh, unless `order` specifies another order.
 
     Attributes:
-        samples: samples of one microbatch of one data-parallel rank (there are dp × fsdp × ep of them).
-        microbatches: microbatches of one data-parallel rank in a step.
-        chunks: virtual stages of a pipeline rank.
-        zero: ZeRO stage of fsdp, 1 to 3. `zero_dp`: True if the optimizer's state is sharded over dp as well (ZeRO-1 in
-            other frameworks).
-        parameter_bytes, gradient_bytes, optimizer_bytes: bytes per parameter; a master copy counts as optimizer state.
-        cut: number of blocks of each virtual stage, in order; () is as even as the blocks' times allow.
-        sync_bytes: bytes per gradient sent between replicas, once in `sync_every` steps.
-        servers: number of parameter servers, which sum gradients, or own the parameters if `served`; 0 if replicas
-            reduce without servers.
-        order: axes, beginning with those whose ranks are nearest.
-        products: precision of products with weights inside layers, if lower than `precision`.
-        expert_ranks: number of ranks among which a layer's whole experts are divided, if it differs from `ep` (Megatron
-            Core's folding, arXiv:2504.14960: they may be dp and tp ranks). 0: it is `ep`, and tp divides each expert.
-        shards_over_cp: True if cp ranks shard the state as the ranks of fsdp, or of a sharded dp, do.
+        samples: number of samples in one microbatch of one data-parallel rank. There are dp × fsdp × ep data-parallel
+            ranks.
+        microbatches: number of microbatches of one data-parallel rank in a step.
+        chunks: number of virtual stages on each pipeline rank.
+        zero: ZeRO stage of fsdp, 1 to 3.
+        zero_dp: True if the optimizer state is also sharded over dp (ZeRO-1 in other frameworks).
+        parameter_bytes, gradient_bytes, optimizer_bytes: bytes per parameter of the parameters, gradients and optimizer
+            state; a master copy counts as optimizer state.
+        cut: number of blocks of each virtual stage, in order; () balances the stages by the times of the blocks.
+        sync_bytes: bytes per gradient element that replicas exchange, once every `sync_every` steps.
+        servers: number of parameter servers; 0 if replicas reduce without servers. Servers own the parameters if
+            `served` is True, else they only sum gradients.
+        order: axes of the mesh; ranks along the first axis are nearest to each other.
+        products: precision of matrix products with weights inside layers, if lower than `precision`.
+        expert_ranks: number of ranks over which the whole experts of a layer are distributed, if it differs from `ep`.
+            0 means `ep` ranks, and tp divides each expert. With Megatron Core's folding (arXiv:2504.14960), dp and tp
+            ranks hold experts.
+        shards_over_cp: True if the state is also sharded over cp ranks.
         offload_activations: True if the activations that remat keeps are offloaded to the host's memory.
-        ulysses: True if cp exchanges heads for tokens (arXiv:2309.14509) instead of passing keys around a ring.
-        remat_share: share of the layers that remat=block recomputes.
-        lora: rank of adapters that are trained instead of the weights; 0 trains the weights.
-        imbalance: tokens of the rank whose experts get the most, relative to the mean; 1 in benchmarks with forced
-            balance.
-        gather_bytes: bytes of a parameter during the gather, if fewer than for activations (ZeRO++'s quantised weights,
-            arXiv:2306.10209); 0 uses the bytes of activations.
-        regather_ranks: number of nearest fsdp ranks that keep a further copy for the backward pass (ZeRO++'s
-            hierarchical partition; `reshard_after_forward` of torch's FSDP as a number); 0 gathers from all fsdp ranks.
+        ulysses: True if cp redistributes heads by an all-to-all (arXiv:2309.14509) instead of passing keys and values
+            around a ring.
+        remat_share: fraction of the layers that remat=block recomputes.
+        lora: rank of the adapters that are trained instead of the weights; 0 means that the weights are trained.
+        imbalance: largest number of tokens that one rank's experts get, relative to the mean; 1 in benchmarks with
+            forced balance.
+        gather_bytes: bytes per gathered parameter, if fewer than per activation (ZeRO++'s quantised weights,
+            arXiv:2306.10209); 0 uses the bytes per activation.
+        regather_ranks: number of neighbouring fsdp ranks that keep a second copy of the parameters for the backward
+            pass (ZeRO++'s hierarchical partition, or an integer `reshard_after_forward` in torch's FSDP); 0 gathers
+            from all fsdp ranks.
     """
 
     trace: ModelTrace
@@ -204,9 +215,9 @@ class Layout:
     regather_ranks: int = 0
 
     def changed(self, **values: Any) -> Layout:
-        """Return the layout with other values, like `dataclasses.replace` but faster.
+        """Return a copy with changed fields, like `dataclasses.replace` but faster.
 
-        Searches make a hundred thousand layouts.
+        A search creates a hundred thousand layouts.
         """
         other = object.__new__(Layout)
         other.__dict__.update(self.__dict__, **values)
@@ -215,37 +226,40 @@ class Layout:
 
     @property
     def ranks(self) -> int:
-        """Product of all degrees."""
+        """Number of ranks, which is the product of all degrees."""
         return self.dp * self.fsdp * self.tp * self.pp * self.cp * self.ep
 
     @property
     def data_ranks(self) -> int:
-        """Number of data-parallel ranks, among which the global batch is divided."""
+        """Number of data-parallel ranks, which divide the global batch."""
         return self.dp * self.fsdp * self.ep
 
     @property
     def global_batch(self) -> float:
-        """Samples of a step."""
+        """Number of samples in one step."""
         return self.data_ranks * self.samples * self.microbatches
 
     @property
     def number_bytes(self) -> int:
-        """Bytes of one element of an activation."""
+        """Bytes per element of an activation."""
         return BYTES[self.precision]
 
     @property
     def gathered_bytes(self) -> float:
-        """Bytes of a parameter during the gather."""
+        """Bytes per parameter in an FSDP all-gather."""
         return self.gather_bytes or min(self.parameter_bytes, self.number_bytes)
 
     @property
     def expert_parts(self) -> int:
-        """Number of parts of a layer's experts: whole experts, or slices of each by tp."""
+        """Number of ranks over which the experts of a layer are divided.
+
+        Each rank holds whole experts, or tp slices of experts.
+        """
         return self.expert_ranks or self.tp * self.ep
 
     @property
     def expert_copies(self) -> float:
-        """Number of ranks of a stage that have the same experts."""
+        """Number of ranks of a stage that hold the same experts."""
         return max(self.ranks / self.pp / self.expert_ranks, 1.0) if self.expert_ranks else float(self.dp)
 
     @cached_property
@@ -258,15 +272,15 @@ class Layout:
         return strides
 
     def link(self, axis: str) -> LinkSpec:
-        """Return the slowest link of a message along the axis.
+        """Return the slowest link that messages along the axis use.
 
-        It is the link inside a host if each group is within one host.
+        The result is the link inside a host if each group is within one host, else the link between hosts.
         """
         span = self.stride[axis] * getattr(self, axis)
         return self.machines.device.inside if span <= self.machines.per_host else self.machines.between
 
 
-# parts of a predicted step, with their names for people
+# parts of a predicted step, with their display names
 PART_NAMES: Mapping[str, str] = {
     "compute": "computing",
     "recompute": "computing again",
@@ -286,7 +300,7 @@ PARTS = tuple(PART_NAMES)
 
 @dataclass(frozen=True)
 class Span:
-    """One span of a pipeline's timeline, in seconds from the step's start."""
+    """One span of a pipeline's timeline. Times are in seconds since the start of the step."""
 
     stage: int
     # forward, backward, weight or wait
@@ -298,11 +312,11 @@ class Span:
 
 @dataclass(frozen=True)
 class Interval:
-    """Interval that contains a measured step time with a probability of 80 %.
+    """Interval that contains the measured step time with a probability of 80 %.
 
     Attributes:
-        low_s, high_s: bounds of the interval, in seconds.
-        rests_on: basis of the interval, for people.
+        low_s, high_s: bounds of the interval.
+        rests_on: text that states the basis of the interval.
     """
 
     low_s: float
@@ -311,15 +325,15 @@ class Interval:
 
     @property
     def relative(self) -> float:
-        """Half of its width, relative to its middle (the geometric mean of its bounds)."""
+        """Half of the interval's width, relative to the geometric mean of its bounds."""
         return math.sqrt(self.high_s / self.low_s) - 1
 
     def __contains__(self, seconds: float) -> bool:
-        """True if a time is inside the interval."""
+        """Return True if a time in seconds is inside the interval."""
         return self.low_s <= seconds <= self.high_s
 
     def times(self, factor: float) -> Interval:
-        """Return the interval of a time multiplied by a factor."""
+        """Return the interval with both bounds multiplied by a factor."""
         return replace(self, low_s=self.low_s * factor, high_s=self.high_s * factor)
 
 
@@ -328,17 +342,18 @@ class Prediction:
     """Predicted cost of a plan.
 
     Attributes:
-        step_time_s: seconds of a whole step, all ranks together.
-        memory_bytes: peak memory of one rank on its device.
-        throughput: samples per second.
-        mfu: FLOPs of the model (without recomputation) over the peak of all devices; None if the peak is not known.
-        cost_per_run: cost of the run in the currency of the user's prices; None without prices or without a known
-            number of steps.
-        breakdown: seconds of the step by `PARTS`; they sum to `step_time_s`.
-        memory: bytes by holder; they sum to `memory_bytes`.
-        fits: True if there is enough memory.
-        notes: sentences on what the prediction ignores.
-        interval: interval of the step time; None during a search.
+        step_time_s: duration of one step, in seconds.
+        memory_bytes: peak memory of the rank that needs the most, in bytes.
+        throughput: samples per second of all ranks together.
+        mfu: model FLOPs utilization: FLOP/s of the model without recomputation, divided by the peak of all devices;
+            None if the peak is unknown.
+        cost_per_run: cost of the run in the currency of the user's prices; None if prices or the number of steps are
+            unknown.
+        breakdown: seconds for each of `PARTS`; they sum to `step_time_s`.
+        memory: bytes for each use of memory (`HOLDERS`); they sum to `memory_bytes`.
+        fits: True if `memory_bytes` fits on the device.
+        notes: sentences that state what the prediction does not include.
+        interval: interval of the measured step time; None during a search.
     """
 
     step_time_s: float
@@ -353,7 +368,7 @@ class Prediction:
     interval: Interval | None = None
 
     def __repr__(self) -> str:
-        """Return step time, throughput and memory."""
+        """Return step time, throughput and memory as text."""
         step = str(seconds(self.step_time_s))
         if self.interval is not None:
             step = f"{step} ({seconds(self.interval.low_s)} to {seconds(self.interval.high_s)})"
@@ -363,7 +378,7 @@ class Prediction:
         return f"<Prediction: {step} a step, {rate(self.throughput)}, {memory}{cost}>"
 
     def times(self, factor: float) -> Prediction:
-        """Return the prediction with all times multiplied by a factor."""
+        """Return the prediction with all times and the cost adjusted by a factor."""
         if factor == 1.0:
             return self
         return replace(
@@ -378,15 +393,15 @@ class Prediction:
 
 
 class LinkPath(NamedTuple):
-    """Link path of a group's messages.
+    """Bandwidth and latency of the links between the ranks of a group.
 
     Attributes:
-        ranks: ranks of the group, on `hosts` hosts, `together` on each.
-        bandwidth: achievable bytes per second that each rank sends in a ring.
-        around_s: latency of one round along the ring.
-        tree_s: latency up and down a tree.
-        inside, between: achievable bytes per second from one rank to others of its host, and to other hosts, if each
-            sends to all.
+        ranks: number of ranks in the group, of which `together` are on each of `hosts` hosts.
+        bandwidth: bytes per second that each rank can send in a ring.
+        around_s: latency of one round along the ring, in seconds.
+        tree_s: latency up and down a tree, in seconds.
+        inside, between: bytes per second that one rank can send to ranks of its own host, and to other hosts, in an
+            all-to-all.
     """
 
     ranks: int
@@ -400,9 +415,9 @@ class LinkPath(NamedTuple):
 
 
 def link_path(layout: Layout, axis: str) -> LinkPath:
-    """Return the link path of the groups along an axis.
+    """Return the link path of a group of ranks along an axis.
 
-    The groups with ranks on a host share the host's links to other hosts.
+    All groups with ranks on the same host share the host's links to other hosts.
     """
     return group_path(layout, getattr(layout, axis), layout.stride[axis])
 
@@ -410,13 +425,13 @@ def link_path(layout: Layout, axis: str) -> LinkPath:
 def expert_path(layout: Layout) -> LinkPath:
     """Return the link path of the ranks among which a layer's experts are divided.
 
-    Experts that are divided among ranks of other axes use the nearest ranks of a stage.
+    If `expert_ranks` is set, these are neighbouring ranks of a stage, whatever their axis.
     """
     return group_path(layout, layout.expert_ranks, 1) if layout.expert_ranks else link_path(layout, "ep")
 
 
 def group_path(layout: Layout, ranks: int, apart: int) -> LinkPath:
-    """Return the link path of groups of a given size and distance between ranks."""
+    """Return the link path of `ranks` ranks that are `apart` ranks from each other."""
     machines = layout.machines
     inside = machines.device.inside
     within = inside.bandwidth * constants.LINK_TOP_INSIDE * _of_torus(layout, ranks)
@@ -437,9 +452,10 @@ def group_path(layout: Layout, ranks: int, apart: int) -> LinkPath:
 
 
 def _of_torus(layout: Layout, ranks: int) -> float:
-    """Return the share of a device's links that a group uses.
+    """Return the fraction of a device's links that a group can use.
 
-    On a torus, small groups lie along one dimension. In a mesh of pairwise links, a group has only its own links.
+    On a torus, a small group lies along one dimension. In a full mesh, a group uses only the links between its own
+    devices.
     """
     device, torus = layout.machines.device, layout.machines.device.torus
     if device.mesh and 1 < ranks < device.per_host:
@@ -450,9 +466,10 @@ def _of_torus(layout: Layout, ranks: int) -> float:
 
 
 def _to_all(layout: Layout, ranks: int, within: float) -> float:
-    """Return a rank's bytes per second when it sends to all others of its host.
+    """Return the bandwidth of an all-to-all within a host, in bytes per second.
 
-    Half of the data crosses the middle of a torus: a side of s links carries 8 / s of a link for each rank.
+    On a torus, half of the data crosses the middle. With s devices along a side, each rank therefore gets 8 / s of a
+    link.
     """
     torus = layout.machines.device.torus
     if not torus or ranks < 2:
@@ -463,9 +480,9 @@ def _to_all(layout: Layout, ranks: int, within: float) -> float:
 
 
 def all_reduce_s(nbytes: float, path: LinkPath) -> float:
-    """Return the seconds of an all-reduce over a ring or a tree.
+    """Return the time of an all-reduce over a ring or a tree, in seconds.
 
-    The tree has less latency. Each rank sends 2 (n − 1) / n of the bytes (Thakur et al., 2005).
+    Each of n ranks sends 2 (n − 1) / n of the bytes (Thakur et al., 2005).
     """
     if path.ranks < 2:
         return 0.0
@@ -477,13 +494,13 @@ def all_reduce_s(nbytes: float, path: LinkPath) -> float:
 
 
 def gather_s(nbytes: float, path: LinkPath, parts: float = 1.0) -> float:
-    """Return the seconds of an all-gather or a reduce-scatter of `nbytes` on each rank.
+    """Return the time of an all-gather or reduce-scatter of `nbytes`, in seconds.
 
-    Each rank sends (n − 1) / n of the bytes. NCCL's rings have a step for each rank; for many hosts, its PAT algorithm
-    has a logarithmic number of steps (NCCL 2.23).
+    Each of n ranks sends (n − 1) / n of the bytes. A ring of NCCL has a step for each rank. Since NCCL 2.23, the PAT
+    algorithm for many hosts has a logarithmic number of steps.
 
     Args:
-        parts: number of collectives into which the bytes are divided.
+        parts: number of collectives that transfer the bytes, each with its own latency.
     """
     if path.ranks < 2:
         return 0.0
@@ -492,13 +509,15 @@ def gather_s(nbytes: float, path: LinkPath, parts: float = 1.0) -> float:
 
 
 def all_to_all_s(nbytes: float, path: LinkPath, copies: float = 1.0, node_limit: int = 0) -> float:
-    """Return the seconds of an all-to-all, on the slower of both levels of links.
+    """Return the time of an all-to-all, in seconds.
+
+    The slower of the two link levels, inside a host and between hosts, determines the time.
 
     Args:
-        nbytes: bytes that a rank sends to all ranks together.
-        copies: number of experts that a token is sent to.
-        node_limit: maximum number of hosts with these experts; each of these hosts gets a token once. 0: each expert
-            gets its own copy.
+        nbytes: total number of bytes that a rank sends.
+        copies: number of experts to which a token is sent.
+        node_limit: maximum number of hosts with these experts; each of these hosts gets a token once. 0 means that each
+            expert gets its own copy.
     """
     if path.ranks < 2:
         return 0.0
@@ -515,7 +534,7 @@ def all_to_all_s(nbytes: float, path: LinkPath, copies: float = 1.0, node_limit:
 
 
 def send_s(nbytes: float, layout: Layout, axis: str = "pp") -> float:
-    """Return the seconds of one message from a rank to its neighbour along an axis."""
+    """Return the time of a message between neighbours along an axis, in seconds."""
     inside = layout.stride[axis] * getattr(layout, axis) <= layout.machines.per_host
     link = layout.machines.device.inside if inside else layout.machines.between
     top = constants.LINK_TOP_INSIDE if inside else constants.LINK_TOP_BETWEEN
@@ -527,14 +546,14 @@ _HOLD_PARTS = ("fsdp", "tp", "pp")
 
 
 def exchanged(layout: Layout, parameters: float) -> tuple[float, float]:
-    """Return how many numbers a replica pushes and pulls in a step.
+    """Return how many elements a replica pushes to and pulls from parameter servers.
 
-    If servers own the parameters, a replica pushes only the rows of sparse tables that its samples looked up, and pulls
-    the rows that any replica has changed. Without such servers, with a period, or if a replica has several ranks,
-    tables are treated as dense. If a replica has several ranks, the first one pushes for all.
+    If servers own the parameters, a replica pushes only those rows of sparse tables that its samples looked up, and
+    pulls the rows that any replica has changed. If servers only sum gradients, `sync_every` exceeds 1, or a replica has
+    several ranks, tables are treated as dense. If a replica has several ranks, its first rank pushes for all of them.
 
     Args:
-        parameters: numbers of a rank's gradients.
+        parameters: number of gradient elements on one rank.
     """
     if layout.served:
         parameters *= prod(getattr(layout, axis) for axis in _HOLD_PARTS)
@@ -546,11 +565,13 @@ def exchanged(layout: Layout, parameters: float) -> tuple[float, float]:
 
 
 def joined_s(layout: Layout, parameters: float, send_s: Callable[[float, str], float]) -> float:
-    """Return the seconds to join gradients on a worker's first rank, or to send parameters.
+    """Return the time to gather gradients on a worker's first rank, in seconds.
+
+    Sending parameters from the first rank to the others takes the same time.
 
     Args:
-        parameters: numbers of a rank's gradients.
-        send_s: seconds of a message of a given number of bytes along an axis.
+        parameters: number of gradient elements on one rank.
+        send_s: function that returns the time of a message of a given number of bytes along an axis.
     """
     axes = _divided(layout)
     if not layout.served or not axes:
@@ -560,21 +581,22 @@ def joined_s(layout: Layout, parameters: float, send_s: Callable[[float, str], f
 
 
 def _divided(layout: Layout) -> list[str]:
-    """Return the axes of a replica's ranks, the farthest first."""
+    """Return the axes that divide a replica, by descending distance between ranks."""
     return sorted((axis for axis in _INNER if getattr(layout, axis) > 1), key=lambda axis: -layout.stride[axis])
 
 
 def served_s(layout: Layout, up_s: float, down_s: float, work_s: float, apply_s: float) -> float:
-    """Return the seconds that a step waits for servers, in addition to its own work.
+    """Return the time that a step waits for parameter servers, in seconds.
 
-    Pushes of replicas may be compressed, but pulls are not. A server's link carries the traffic of all replicas,
-    divided by the servers. If servers own the parameters, workers do not wait for one another. They wait only for a
-    server whose work takes longer than a step.
+    Pushes may be compressed, but pulls are not. Each server's link carries its share of the traffic of all replicas. If
+    servers own the parameters, workers do not wait for one another. They wait only for a server whose work takes longer
+    than a step.
 
     Args:
-        up_s, down_s: seconds to send one replica's gradients to an otherwise idle server, and back.
-        work_s: compute of a step.
-        apply_s: seconds of an optimizer step on all parameters.
+        up_s, down_s: time to send one replica's gradients to an otherwise idle server, and the time to send the result
+            back.
+        work_s: compute time of a step.
+        apply_s: time of an optimizer step on all parameters.
     """
     load = layout.dp / layout.servers
     if not layout.served:

@@ -1,12 +1,12 @@
-"""Step times on CPUs: the engine's order of work with measured times.
+"""Step times on CPUs, composed of measured times.
 
-A rank computes its microbatches one after the other. Each takes the measured time of a pass of the undivided model at
-that size, with the same number of busy ranks, times the fraction that remains on one tp rank, plus the overhead of each
-split. This overhead, and the time of updates and reductions, are fitted to the calibration points, a few steps of the
-engine at other sizes.
+A rank computes its microbatches one after the other. The time of a microbatch is the measured time of a pass of the
+undivided model with the same microbatch size and number of busy ranks. This time is multiplied by the fraction that
+remains on one tp rank, and the overhead of each split is added. The overheads and the times of updates and reductions
+are fitted to the calibration points, which are steps of the engine at other sizes.
 
-Precisions and axes without measurements are assumed to be as slow as the measured ones, so that no plan is chosen for a
-speed that was never measured. Traffic on CPU links is at the end.
+Precisions and axes without measurements are assumed to be as slow as the measured ones. Otherwise a plan might be
+chosen for a speed that was never measured.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _TP_SHARES = (0.3, 1.2)
 
 
 class Passes(NamedTuple):
-    """Passes of one microbatch on one rank, by block of the trace."""
+    """Seconds of one microbatch on one rank, for each block of the trace."""
 
     forward_s: tuple[float, ...]
     backward_s: tuple[float, ...]
@@ -53,18 +53,19 @@ class Passes(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        """Seconds of both passes, without recomputation."""
+        """Seconds of the forward and backward pass of all blocks, without recomputation."""
         return sum(self.forward_s) + sum(self.backward_s)
 
 
 @dataclass(frozen=True)
 class Added:
-    """Overhead of a split, from its calibration points.
+    """Overhead of a split, fitted to its calibration points.
 
     Attributes:
-        share: fraction of a pass that remains on a rank.
+        share: fraction of the undivided model's pass that each rank computes.
         each_s: seconds added to each microbatch.
-        comm_s, optimizer_s: seconds of a step; `data_s`: seconds to read `samples`.
+        comm_s, optimizer_s: seconds per step.
+        data_s: seconds to read `samples` samples.
     """
 
     share: float = 1.0
@@ -76,7 +77,7 @@ class Added:
 
 
 def measured_inputs(layout: Layout) -> StepInputs | None:
-    """Return the inputs of a step from the layout's calibration; None without a calibration."""
+    """Return the times that determine a step, or None without a calibration."""
     found = calibration_of(layout)
     if found is None:
         return None
@@ -95,7 +96,10 @@ def measured_inputs(layout: Layout) -> StepInputs | None:
 
 
 def calibration_of(layout: Layout) -> Calibration | None:
-    """Return the calibration of a layout's machines, if it is complete enough for a step."""
+    """Return the calibration of a layout's machines.
+
+    The result is None if there is none, or if it lacks pass timings or calibration points.
+    """
     found = layout.machines.calibration
     return found if found is not None and found.timings and found.points else None
 
@@ -104,7 +108,7 @@ def calibration_of(layout: Layout) -> Calibration | None:
 
 
 def passes_of(layout: Layout, found: Calibration) -> Passes:
-    """Return passes at the layout's microbatch size, with the same number of busy ranks."""
+    """Return the pass times for the layout's microbatch size and number of ranks."""
     return _times(
         layout.trace, found, layout.ranks, found.nearest_precision(layout.precision), layout.samples, layout.remat
     )
@@ -123,9 +127,9 @@ def _times(trace: ModelTrace, found: Calibration, ranks: int, precision: str, sa
 
 @lru_cache(maxsize=64)
 def _again(found: Calibration, remat: str) -> float:
-    """Return the time of recomputation, in forward passes.
+    """Return the time of recomputation relative to a forward pass.
 
-    It is the median of all measurements; 1 without any.
+    The result is the median of all measurements, or 1 without measurements.
     """
     plain = {(p.ranks, p.precision, p.samples): p for p in found.timings if p.remat == "none"}
     pairs = [(p, plain.get((p.ranks, p.precision, p.samples))) for p in found.timings if p.remat == remat]
@@ -136,8 +140,7 @@ def _again(found: Calibration, remat: str) -> float:
 def _by_block(trace: ModelTrace, segments: Sequence[str], seconds: Sequence[float]) -> tuple[float, ...]:
     """Divide the measured time among the blocks of the trace.
 
-    A segment has the name of its first module. A block without its own segment gets a part of the current segment by
-    its FLOPs.
+    A segment is named after its first module. Blocks in the same segment share its time in proportion to their FLOPs.
     """
     places = {name: i for i, name in enumerate(segments)}
     last = len(segments) - 1
@@ -164,7 +167,7 @@ def _by_block(trace: ModelTrace, segments: Sequence[str], seconds: Sequence[floa
 
 
 def added_by(layout: Layout, found: Calibration) -> Added:
-    """Return the combined overhead of all axes of the layout."""
+    """Return the combined overhead of all axes along which the layout is divided."""
     axes, precision = _axes(layout), found.nearest_precision(layout.precision)
     each = [_added(layout.trace, found, precision, axis, getattr(layout, axis, 1)) for axis in axes]
     base = _added(layout.trace, found, precision, "none", 1) if len(each) > 1 else Added()
@@ -188,7 +191,7 @@ def _axes(layout: Layout) -> list[str]:
 
 
 def _fused_gain_s(layout: Layout, found: Calibration) -> float:
-    """Return the seconds that the fused update saves for the rank's part of the model."""
+    """Return the time that the fused update saves on one rank, in seconds."""
     if not layout.fused or "fused" not in found.optimizer_s:
         return 0.0
     return (found.optimizer_s["plain"] - found.optimizer_s["fused"]) / (layout.fsdp * layout.tp * layout.pp)
@@ -196,7 +199,10 @@ def _fused_gain_s(layout: Layout, found: Calibration) -> float:
 
 @lru_cache(maxsize=256)
 def _added(trace: ModelTrace, found: Calibration, precision: str, axis: str, ranks: int) -> Added:
-    """Return the overhead of an axis: its calibration points minus the model without overhead."""
+    """Return the overhead of an axis.
+
+    It is the measured time of the calibration points minus the time predicted without overhead.
+    """
     points = found.points_of(axis, precision)
     if not points:
         other = next(other for other in ("tp", "dp", "none", "fsdp", "pp") if found.points_of(other, precision))
@@ -250,7 +256,7 @@ def _as_layout(trace: ModelTrace, found: Calibration, point: CalibrationPoint, p
 def _remaining(points: Sequence[CalibrationPoint], computed: Sequence[float], plain: Sequence[Passes]) -> float:
     """Return the fraction of a pass that remains on a tp rank.
 
-    Two points separate it from the overhead of each microbatch.
+    The difference between two calibration points separates this fraction from the fixed overhead of a microbatch.
     """
     per = [c / a.microbatches for a, c in zip(points, computed, strict=True)]
     long, short = plain[0].seconds, plain[-1].seconds
@@ -262,7 +268,7 @@ def _remaining(points: Sequence[CalibrationPoint], computed: Sequence[float], pl
 
 
 def _stages(layout: Layout, passes: Passes, added: Added, links: Links) -> tuple[StageTimes, float]:
-    """Return times of the pipeline's virtual stages, and seconds of a message between them."""
+    """Return the times of the virtual stages, and of a message between stages."""
     again = passes.again_s / max(passes.seconds, 1e-12)
     each = [f + b for f, b in zip(passes.forward_s, passes.backward_s, strict=True)]
     virtual = layout.pp * layout.chunks if layout.pp > 1 else 1
@@ -300,15 +306,18 @@ def _whole_s(layout: Layout, times: StageTimes, hop: float) -> float:
 
 
 def _calls(layout: Layout) -> float:
-    """Return the number of FSDP2's collectives for each unit and microbatch: 3 with zero=3."""
+    """Return the number of FSDP2's collectives for each unit and microbatch.
+
+    With zero=3 there are 3: two gathers and one scatter.
+    """
     once = 1 / layout.microbatches
     return {3: 3.0, 2: 1 + once, 1: 2 * once}[layout.zero]
 
 
 def _dp_s(layout: Layout, found: Calibration, times: Passes, links: Links) -> float:
-    """Return the additional seconds of the gradients' reduction compared to the calibration point.
+    """Return how much longer the gradient reduction takes than in the calibration points, in seconds.
 
-    The calibration point used shared memory.
+    The calibration points were measured over shared memory.
     """
     if layout.dp == 1:
         return links.step_s(layout)
@@ -349,12 +358,14 @@ _NETWORK = LinkSpec("network", 1e12, 0.0)
 
 @dataclass(frozen=True)
 class Links:
-    """The links that carry a layout's messages.
+    """Transports and links that carry the messages of a layout.
 
     Attributes:
-        within: the transport between ranks of a host; `across`: the transport between hosts.
-        far: the axes whose ranks are on several hosts.
-        rate: bytes per second of a host's link; `latency_s`: its one-way latency.
+        within: transport between ranks of the same host.
+        across: transport between hosts.
+        far: axes whose ranks are on several hosts.
+        rate: bytes per second of a host's link.
+        latency_s: one-way latency of a host's link.
     """
 
     found: Calibration
@@ -370,27 +381,27 @@ class Links:
         return "dp" in self.far
 
     def all_reduce_s(self, size: float, axis: str) -> float:
-        """Return the seconds of an all-reduce over the ranks of an axis."""
+        """Return the time of an all-reduce of `size` bytes along an axis, in seconds."""
         return self._collective_s("all_reduce", size, axis, sent=1.0, turns=2)
 
     def shared_all_reduce_s(self, size: float) -> float:
-        """Return the seconds of an all-reduce through shared memory."""
+        """Return the time of an all-reduce of `size` bytes through shared memory, in seconds."""
         return _time(self.found, WITHIN_HOST, "all_reduce", size)
 
     def gather_s(self, size: float, axis: str) -> float:
-        """Return the seconds of an all-gather of `size` bytes."""
+        """Return the time of an all-gather of `size` bytes, in seconds."""
         return self._collective_s("all_gather", size, axis, sent=0.5, turns=1)
 
     def scatter_s(self, size: float, axis: str) -> float:
-        """Return the seconds of a reduce-scatter of `size` bytes."""
+        """Return the time of a reduce-scatter of `size` bytes, in seconds."""
         return self._collective_s("reduce_scatter", size, axis, sent=0.5, turns=1)
 
     def message_s(self, size: float, axis: str) -> float:
-        """Return the seconds of a message from one rank to the next."""
+        """Return the time to send `size` bytes from one rank to the next, in seconds."""
         return self._collective_s("send_receive", size, axis, sent=1.0, turns=1)
 
     def tp_s(self, layout: Layout) -> float:
-        """Return the seconds of one microbatch's tensor-parallel all-reduces, forward and backward."""
+        """Return the time of all tensor-parallel all-reduces for one microbatch, in seconds."""
         if layout.tp == 1:
             return 0.0
         width = layout.samples * layout.number_bytes
@@ -401,7 +412,7 @@ class Links:
         )
 
     def cp_s(self, layout: Layout) -> float:
-        """Return the seconds of passing one microbatch's keys and values around, forward and backward."""
+        """Return the time to exchange keys and values of one microbatch, in seconds."""
         if layout.cp == 1:
             return 0.0
         width = layout.samples * layout.number_bytes
@@ -411,14 +422,17 @@ class Links:
         return 3 * blocks / layout.pp
 
     def ep_s(self, layout: Layout) -> float:
-        """Return the seconds of sending one microbatch's tokens to experts and back."""
+        """Return the time to send one microbatch's tokens to experts and back, in seconds.
+
+        This includes the same traffic in the backward pass.
+        """
         width = layout.samples * layout.number_bytes
         if layout.ep > 1:
             return 4 * sum(self.gather_s(block.routed * width, "ep") for block in layout.trace.blocks if block.routed)
         return 0.0
 
     def fsdp_s(self, layout: Layout) -> float:
-        """Return the seconds of gathering and scattering for all microbatches of a step."""
+        """Return the time of FSDP's gathers and scatters in a step, in seconds."""
         if layout.fsdp == 1:
             return 0.0
         width = 2 if layout.precision == "bf16" else 4
@@ -434,16 +448,16 @@ class Links:
         return layout.microbatches * total
 
     def hop_s(self, layout: Layout, boundary: float) -> float:
-        """Return the seconds to send a microbatch's activations to the next stage.
+        """Return the time to send a microbatch's activations to the next stage, in seconds.
 
-        `boundary` is their number of elements per sample.
+        `boundary` is the number of activation elements per sample.
         """
         return self.message_s(boundary * layout.samples * 4, "pp")
 
     def step_s(self, layout: Layout) -> float:
-        """Return the additional seconds of a step's small reduction compared to shared memory.
+        """Return how much longer a small all-reduce takes than over shared memory, in seconds.
 
-        It is 0 for a replica of one rank on one host.
+        Each step has one such all-reduce, for example of the loss. The result is 0 for a single rank.
         """
         if layout.ranks == 1:
             return 0.0
@@ -458,12 +472,15 @@ class Links:
         return max(own_s, wire_s) + _OWN_BESIDE * min(own_s, wire_s) + turns * self.latency_s
 
     def wire_s(self, size: float) -> float:
-        """Return the seconds of `size` bytes on a host's link, one way."""
+        """Return the time to transfer `size` bytes over a host's link, in seconds."""
         return size * HEADERS / (_EFFICIENCY * self.rate)
 
 
 def links_of(layout: Layout, found: Calibration) -> Links:
-    """Return the links of a layout, from its transport and its ranks' hosts."""
+    """Return the links of a layout.
+
+    They depend on the transport and on the placement of ranks on hosts.
+    """
     machines = layout.machines
     far = frozenset(
         axis
@@ -476,7 +493,7 @@ def links_of(layout: Layout, found: Calibration) -> Links:
 
 @cache
 def _carriers(transport: str) -> tuple[str, str]:
-    """Return the names of the transports of a plan, within a host and between hosts."""
+    """Return the transports that a plan uses within a host and between hosts."""
     if transport == "auto":
         return WITHIN_HOST, BETWEEN_HOSTS
     info = TRANSPORTS[transport]
@@ -484,24 +501,24 @@ def _carriers(transport: str) -> tuple[str, str]:
 
 
 def _measured(found: Calibration, transport: str) -> str:
-    """Return the transport if it was measured; else gloo, which is always measured."""
+    """Return the transport if it was measured, else gloo, which every calibration measures."""
     known = any(c.transport == transport for c in found.collectives)
     return transport if known else WITHOUT_SHARED_MEMORY
 
 
 def here(found: Calibration) -> Machines:
-    """Return the measured machine, as a cluster of one host."""
+    """Return the calibrated machine as a cluster of one host."""
     return Machines(CATALOGUE["CPU"], 1, max(found.cores, found.ranks), _NETWORK)
 
 
 def between_hosts_s(
     links: Links, size: float, backward_s: Sequence[float], weights: Sequence[float], *, whole: bool
 ) -> float:
-    """Return the seconds of gradient all-reduces after the backward pass, and of their slowdown.
+    """Return the time that gradient all-reduces between hosts add to a step, in seconds.
 
     Gradients fill buckets from the last block to the first. A full bucket is sent while further gradients are computed.
-    One bucket at a time uses the link, and the last one starts at the end of the backward pass. With a divided model,
-    all of them start then.
+    Only one bucket at a time uses the link, and the last bucket is sent after the backward pass. If the model is
+    divided, all buckets are sent after the backward pass.
     """
     count = max(1, round(size / bucket_bytes_between_hosts(size) + 0.499))
     each = size / count
@@ -517,9 +534,9 @@ def between_hosts_s(
 
 
 def _ready(count: int, backward_s: Sequence[float], weights: Sequence[float]) -> list[float]:
-    """Return when the buckets are full, in seconds relative to the backward pass's end.
+    """Return when each bucket is full, relative to the end of the backward pass.
 
-    The last one is full at the end.
+    The time of the last bucket is 0; the other times are negative.
     """
     done, total = [0.0, *accumulate(reversed(weights))], sum(weights)
     clock = [0.0, *accumulate(reversed(backward_s))]
@@ -539,7 +556,7 @@ def _time(found: Calibration, transport: str, name: str, size: float) -> float:
 
 @lru_cache(maxsize=64)
 def _reductions(trace: ModelTrace) -> tuple[tuple[float, int], ...]:
-    """Return tensor-parallel all-reduces of a forward pass: elements per sample, and counts."""
+    """Return the sizes (elements per sample) of a forward pass's tensor-parallel all-reduces, with their counts."""
     found: dict[float, int] = {}
     for block in trace.blocks:
         if block.reductions:
@@ -549,7 +566,10 @@ def _reductions(trace: ModelTrace) -> tuple[tuple[float, int], ...]:
 
 @lru_cache(maxsize=64)
 def _pieces(trace: ModelTrace, found: Calibration) -> tuple[int, ...]:
-    """Return the parameters of FSDP2's units: of each repeated block, and of the remainder."""
+    """Return the number of parameters in each FSDP2 unit.
+
+    Each repeated block is one unit, and the rest of the model is another.
+    """
     named = set(found.segments[1:-1])
     blocks = [block.parameters for block in trace.blocks if block.name in named]
     return (*blocks, max(0, found.parameters - sum(blocks)))
@@ -562,10 +582,10 @@ _MOST_BESIDE = 0.3
 
 
 def measured_memory(layout: Layout, held: dict[str, float]) -> dict[str, float]:
-    """Adjust the bytes of `held` so that they sum to the calibration's prediction.
+    """Scale the bytes of `held` to the peak memory that the calibration predicts.
 
-    They are unchanged without a calibration. A process holds more than tensors: `runtime` gets the difference. If the
-    difference is negative, all are reduced in proportion.
+    The difference between the predicted peak and the sum of the other entries becomes `runtime`. If it is too small for
+    a process, all other entries are scaled down. Without a calibration, `held` is returned unchanged.
     """
     found = layout.machines.calibration
     if found is None or not found.timings or not found.baseline_bytes:
@@ -578,14 +598,15 @@ def measured_memory(layout: Layout, held: dict[str, float]) -> dict[str, float]:
 
 
 def peak_bytes(layout: Layout, found: Calibration) -> float:
-    """Return the bytes of the rank that holds the most."""
+    """Return the peak memory of the rank that needs the most, in bytes."""
     return found.baseline_bytes + _beside(layout, found) + _state_bytes(layout, found) + _pass_bytes(layout, found)
 
 
 def _beside(layout: Layout, found: Calibration) -> float:
-    """Return the bytes of an engine besides tensors, from the process's first calibration point.
+    """Return the memory that the engine needs besides tensors, in bytes.
 
-    Later points were measured with memory left over from earlier ones.
+    It is derived from the first calibration points of a process. Later points include memory left over from earlier
+    ones.
     """
     axis = "none" if layout.ranks == 1 else "dp"
     points = [point for point in found.points_of(axis, found.precisions[0]) if point.precision == found.precisions[0]]
@@ -612,9 +633,9 @@ def _known_bytes(layout: Layout, found: Calibration, point: CalibrationPoint) ->
 
 
 def _state_bytes(layout: Layout, found: Calibration) -> float:
-    """Return the bytes of parameters and optimizer state; gradients are counted with the pass.
+    """Return the bytes of a rank's parameters and optimizer state.
 
-    FSDP2 additionally holds one gathered unit of the model.
+    Gradients are not included; `_pass_bytes` counts them.
     """
     return found.parameters * (layout.parameter_bytes + layout.optimizer_bytes) / (layout.fsdp * layout.tp * layout.pp)
 

@@ -1,8 +1,8 @@
-"""Peak bytes of the fullest rank of a plan, by holder.
+"""Peak memory of a plan, on the rank that needs the most memory.
 
-State follows ZeRO (Rajbhandari et al., 2020, arXiv:1910.02054), activations Korthikanti et al. (2022, arXiv:2205.05198,
-§4). Activations of a pipeline follow the microbatches in flight (Narayanan et al., 2021, arXiv:2104.04473, §2.2; Qi et
-al., 2024, arXiv:2401.10241).
+Sources of the formulas: for the sharded state, ZeRO (Rajbhandari et al., 2020, arXiv:1910.02054); for activations,
+Korthikanti et al. (2022, arXiv:2205.05198, §4); for microbatches in flight in a pipeline, Narayanan et al. (2021,
+arXiv:2104.04473, §2.2) and Qi et al. (2024, arXiv:2401.10241).
 """
 
 from __future__ import annotations
@@ -39,23 +39,23 @@ RESERVE = 0.03
 
 
 class MemoryModel(NamedTuple):
-    """Memory parameters of a framework, in addition to the formulas.
+    """Properties of a framework that affect its memory.
 
     Attributes:
-        workspace_bytes: its buckets and buffers, independent of the model.
-        update_bytes: temporary bytes during an update, per parameter whose optimizer state a rank holds.
-        narrow_gradients: True if computed gradients are kept beside the accumulated four-byte gradients.
-        stage_results: number of copies of a stage's output that are kept until its gradient arrives.
-        products: True if remat=selective keeps only matrix products, and recomputes the remainder.
-        head: peak memory of the head, relative to its saved log-probabilities of 32 bits; below 1 if the loss is
-            computed in place of the logits. Torch's cross entropy holds logits, log-probabilities and two gradients: 14
-            bytes for each 16-bit logit, of which 4 are saved (measured: 17.2 GB for a GPT on an H100,
-            benchmarks/gpu.py).
-        head_wide: the same for logits of 32 bits.
-        apart: True if fsdp gathers embedding and head separately.
-        at_once: number of blocks that fsdp holds in memory at once.
-        narrow_scattered: True if gradients are scattered in the precision of activations.
-        fragments: share of a step's temporary memory lost to fragmentation.
+        workspace_bytes: bytes of buckets and buffers, independent of the model.
+        update_bytes: temporary bytes during an optimizer update, per parameter whose state the rank holds.
+        narrow_gradients: True if gradients in the precision of activations are kept in addition to the accumulated
+            four-byte gradients.
+        stage_results: number of copies of a stage's output that are kept until the gradient of the output arrives.
+        products: True if remat=selective keeps only results of matrix products and recomputes all other results.
+        head: peak memory of the head, relative to its saved 32-bit log-probabilities; below 1 if the loss overwrites
+            the logits. Torch's cross entropy needs 14 bytes for each 16-bit logit: the logit, the log-probability and
+            two gradients. Of these, 4 bytes are saved (measured: 17.2 GB for a GPT on an H100, benchmarks/gpu.py).
+        head_wide: as `head`, for 32-bit logits.
+        apart: True if fsdp gathers the embedding and the head separately.
+        at_once: number of gathered blocks that fsdp holds in memory at the same time.
+        narrow_scattered: True if gradients are reduce-scattered in the precision of activations.
+        fragments: fraction of a step's temporary memory that is lost to fragmentation.
     """
 
     workspace_bytes: float = 0.0
@@ -90,10 +90,7 @@ _OTHER = MemoryModel()
 
 
 def memory(layout: Layout) -> dict[str, float]:
-    """Return the bytes of the fullest rank by `HOLDERS`.
-
-    In a pipeline, it is the rank with the largest sum.
-    """
+    """Return the bytes for each of `HOLDERS` on the rank that needs the most memory."""
     memory_model = _memory_model(layout.framework.name)
     worst = max(
         (_of_rank(layout, memory_model, stage, chunks) for stage, chunks in _ranks(layout, memory_model)), key=sum
@@ -113,9 +110,9 @@ def _memory_model(framework: str) -> MemoryModel:
 
 
 def capacity_bytes(layout: Layout) -> float:
-    """Return the memory of a rank's device.
+    """Return the memory of a rank's device, in bytes.
 
-    On CPUs it is a part of its host's memory, which is larger if there are fewer ranks than cores.
+    On CPUs, the ranks of a host divide its memory evenly.
     """
     machines = layout.machines
     own = float(machines.memory_bytes or machines.device.memory_bytes)
@@ -126,9 +123,9 @@ def capacity_bytes(layout: Layout) -> float:
 
 
 def usable_bytes(layout: Layout) -> float:
-    """Return the bytes of `capacity_bytes` that a proposed plan may use.
+    """Return the part of a device's memory that a proposed plan may use, in bytes.
 
-    The remainder is for a GPU's driver and for prediction errors.
+    On GPUs, the remaining memory is reserved for the driver and for prediction errors.
     """
     return capacity_bytes(layout) * (1 if layout.machines.device.is_core else 1 - RESERVE)
 
@@ -136,7 +133,7 @@ def usable_bytes(layout: Layout) -> float:
 def _of_rank(
     layout: Layout, memory_model: MemoryModel, stage: int, chunks: tuple[BlockMemory, ...]
 ) -> tuple[float, ...]:
-    """Return the bytes of a rank in the order of `HOLDERS`, up to the buffers."""
+    """Return the bytes of one pipeline rank, in the order of `HOLDERS` up to `buffers`."""
     sample = layout.samples / layout.cp * layout.number_bytes
     kept = logits = 0.0
     head = memory_model.head_wide if layout.number_bytes > 2 else memory_model.head
@@ -163,9 +160,9 @@ def _of_rank(
 def _state(
     layout: Layout, memory_model: MemoryModel, chunks: tuple[BlockMemory, ...]
 ) -> tuple[float, float, float, float, float]:
-    """Return the bytes of parameters, gradients, optimizer state, gathered tensors and temporaries.
+    """Return the bytes of parameters, gradients, optimizer state, gathered tensors and update temporaries.
 
-    FSDP gathers tensors; temporaries exist during an update.
+    Gathered tensors are those that FSDP has all-gathered. Update temporaries exist only during an optimizer update.
     """
     dense, experts = sum(held.dense for held in chunks), sum(held.experts for held in chunks)
     if layout.pp == 1 or (layout.schedule in V_SCHEDULES and chunks[0].outside and chunks[-1].outside):
@@ -204,15 +201,18 @@ def _state(
 
 
 def kept_bytes(layout: Layout) -> float:
-    """Return the bytes that a microbatch's forward pass keeps on a rank, averaged over stages."""
+    """Return the bytes of activations that one microbatch keeps on a rank.
+
+    The result is the mean over all stages.
+    """
     held = block_memories(layout.trace, _memory_config(layout, _memory_model(layout.framework.name)))
     return sum(block.kept for block in held) / layout.pp * layout.samples / layout.cp * layout.number_bytes
 
 
 def trained_part(layout: Layout) -> float:
-    """Return the share of the parameters that is trained.
+    """Return the fraction of the parameters that is trained.
 
-    Adapters have two narrow matrices for each wide one.
+    It is 1 without adapters. An adapter has two narrow matrices for each weight matrix.
     """
     if not layout.lora:
         return 1.0
@@ -220,9 +220,9 @@ def trained_part(layout: Layout) -> float:
 
 
 def _while_gradients_come(layout: Layout, kept: float, sample: float) -> float:
-    """Return the peak of activations in addition to all gradients.
+    """Return the peak memory of the backward pass in addition to all gradients.
 
-    A backward pass frees activations block by block, while it creates the blocks' gradients.
+    The backward pass frees the activations of one block after another while it creates the gradients of the blocks.
     """
     held = block_memories(layout.trace, _memory_config(layout, _MEMORY_MODELS["paceline"]))
     later, most = 0.0, 0.0
@@ -234,7 +234,7 @@ def _while_gradients_come(layout: Layout, kept: float, sample: float) -> float:
 
 
 def _in_flight(layout: Layout, stage: int) -> list[int]:
-    """Return the largest number of microbatches in flight, for each chunk of a rank."""
+    """Return the largest number of microbatches in flight for each chunk of a rank."""
     pp, chunks, count = layout.pp, layout.chunks, layout.microbatches
     if pp == 1:
         return [1] * chunks
@@ -251,9 +251,9 @@ def _in_flight(layout: Layout, stage: int) -> list[int]:
 
 
 def _ranks(layout: Layout, memory_model: MemoryModel) -> list[tuple[int, tuple[BlockMemory, ...]]]:
-    """Return pipeline ranks with distinct content, with their chunks.
+    """Return the pipeline ranks with distinct chunks, each with the memory of its chunks.
 
-    Among equal ranks, it is the first one, which has the most microbatches in flight.
+    Of several ranks with equal chunks, only the first is returned, because it has the most microbatches in flight.
     """
     config = _memory_config(layout, memory_model)
     cut = layout.cut or _even_cut(layout)
@@ -271,9 +271,9 @@ def _ranks(layout: Layout, memory_model: MemoryModel) -> list[tuple[int, tuple[B
 
 
 def _even_cut(layout: Layout) -> tuple[int, ...]:
-    """Return the number of blocks of each virtual stage if the plan names no cuts.
+    """Return the number of blocks of each virtual stage for a plan without cuts.
 
-    The time prediction uses the same cut.
+    The prediction of the step time uses the same cut.
     """
     if layout.pp == 1:
         return (len(layout.trace.blocks),)
@@ -317,15 +317,17 @@ LAYERS = ("layer", "mixture", "encoder", "mamba", "delta", "attention", "feed_fo
 
 
 class BlockMemory(NamedTuple):
-    """Memory of a rank for consecutive blocks. Activations are elements of one sample.
+    """Memory of consecutive blocks on one rank, in elements. Activations are counted for one sample.
 
     Attributes:
-        dense, experts: parameters, after tp, and after tp and ep.
-        outside: parameters in `dense` that are not in layers.
-        largest: parameters of the largest layer.
-        kept: elements saved for the backward pass; `logits`: the same for the head.
-        working: additional memory while the backward pass recomputes a layer.
-        result: size of the output to the next stage.
+        dense: number of parameters outside of experts, divided by tp.
+        experts: number of expert parameters, divided by tp and ep.
+        outside: number of parameters in `dense` that are not in layers.
+        largest: number of parameters in the largest layer.
+        kept: elements saved for the backward pass, without those of the head's loss.
+        logits: elements that the loss saves in the head.
+        working: additional elements while the backward pass recomputes a layer.
+        result: elements of the output that is passed to the next stage.
     """
 
     dense: float
@@ -339,15 +341,15 @@ class BlockMemory(NamedTuple):
 
 
 class MemoryConfig(NamedTuple):
-    """Everything that a block's `BlockMemory` depends on, except the block itself.
+    """Parameters that determine the `BlockMemory` of a block.
 
     Attributes:
-        expert_parts: as `Layout.expert_parts`.
-        squares: True if attention keeps its squares.
-        products: True if remat=selective keeps matrix products only.
-        kept_products: share of the products with weights that it then keeps.
-        share: share of the layers that remat=block recomputes.
-        narrow: True if products keep their inputs in low precision.
+        expert_parts: number of ranks over which a layer's experts are divided (`Layout.expert_parts`).
+        squares: True if attention scores are kept for the backward pass.
+        products: True if remat=selective keeps only results of matrix products.
+        kept_products: fraction of the matrix products with weights whose results remat=selective keeps.
+        share: fraction of the layers that remat=block recomputes.
+        narrow: True if matrix products keep their inputs in low precision.
     """
 
     tp: int
@@ -362,9 +364,9 @@ class MemoryConfig(NamedTuple):
 
 
 def block_memories(trace: ModelTrace, config: MemoryConfig) -> tuple[BlockMemory, ...]:
-    """Return the memory of every block.
+    """Return the memory of every block on one rank.
 
-    Equal blocks share one object, so that equal sums are equal to the last bit.
+    Equal blocks share one object. Sums over equal blocks are therefore bitwise equal.
     """
     if config not in trace.memo:
         kinds = [block.kind for block in trace.blocks]
@@ -403,7 +405,7 @@ def _held(block: BlockTrace, config: MemoryConfig, layer: bool) -> BlockMemory:
 
 
 def _products(block: BlockTrace, config: MemoryConfig, across: int) -> float:
-    """Return kept elements of the results of products with weights, and of attention."""
+    """Return the elements kept of the results of attention and of matrix products with weights."""
     width = {"n": config.tp, "batch": config.tp}
     weights = sum(
         gemm.rows * gemm.n * gemm.times / width.get(gemm.divided, across) for gemm in block.gemms if not gemm.batch
@@ -413,7 +415,7 @@ def _products(block: BlockTrace, config: MemoryConfig, across: int) -> float:
 
 
 def summed(memories: tuple[BlockMemory, ...]) -> BlockMemory:
-    """Return the memory of consecutive blocks."""
+    """Return the total memory of consecutive blocks."""
     dense, experts, outside, largest, kept, logits, working, _ = zip(*memories, strict=True)
     return BlockMemory(
         sum(dense), sum(experts), sum(outside), max(largest), sum(kept), sum(logits), max(working), memories[-1].result

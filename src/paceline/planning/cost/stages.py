@@ -1,4 +1,4 @@
-"""Cost of each pipeline stage for one microbatch: the sum over its blocks."""
+"""Time of each pipeline stage for one microbatch, and time of the whole pipeline."""
 
 from __future__ import annotations
 
@@ -26,18 +26,21 @@ from paceline.planning.model.graph import BlockTrace, ModelTrace
 
 
 class StageCost(NamedTuple):
-    """Seconds of one microbatch on one rank of a (virtual) stage, and its parameters.
+    """Times of one microbatch on one rank of a virtual stage.
 
-    Seconds of communication are exposed seconds.
+    Times are in seconds. Communication counts only as far as compute does not hide it.
 
     Attributes:
-        again_s: recomputation of the forward pass, if remat requires it.
-        launch_forward_s, launch_backward_s: Python's time to launch the kernels; it runs ahead of the device.
-        tp_backward_s: includes the collectives of recomputation.
-        parameters: numbers on one rank, before fsdp; `experts`: those that belong to experts.
-        tail_forward_s, tail_backward_s: compute time of the head beyond its launch time; no other launches remain then.
+        again_s: time to recompute the forward pass, if remat requires it.
+        launch_forward_s, launch_backward_s: time that Python needs to launch the kernels. Python runs ahead of the
+            device.
+        tp_backward_s: time of the tp collectives in the backward pass, including those of recomputation.
+        parameters: number of parameters on one rank before fsdp shards them.
+        experts: number of these parameters that belong to experts.
+        tail_forward_s, tail_backward_s: compute time of the head beyond its launch time, during which Python has no
+            other kernels to launch.
         added_s: measured overhead of a split; half of it is in the forward pass.
-        waited_s: launches that Python waits for.
+        waited_s: launch time of kernels for which Python waits.
     """
 
     forward_s: float = 0.0
@@ -58,12 +61,12 @@ class StageCost(NamedTuple):
     waited_s: float = 0.0
 
     def plus(self, other: StageCost, times: float = 1.0) -> StageCost:
-        """Return the cost plus a multiple of another cost."""
+        """Return the sum of this cost and `times` times another cost."""
         return StageCost._make([mine + times * theirs for mine, theirs in zip(self, other, strict=True)])
 
     @property
     def forward(self) -> float:
-        """Seconds from a microbatch's arrival to its departure."""
+        """Time of the forward pass of one microbatch, including communication, in seconds."""
         device = self.forward_s + self.tp_forward_s + (self.cp_s + self.ep_s) / 3
         return (
             _step_time_s(device, self.launch_forward_s + self.tail_forward_s, self.tp_forward_s > 0)
@@ -73,7 +76,7 @@ class StageCost(NamedTuple):
 
     @property
     def backward(self) -> float:
-        """Seconds from a gradient's arrival to its departure."""
+        """Time of the backward pass of one microbatch, including communication, in seconds."""
         device = self.backward_s + self.again_s + self.tp_backward_s + (self.cp_s + self.ep_s) * 2 / 3
         return (
             _step_time_s(device, self.launch_backward_s + self.tail_backward_s, self.tp_backward_s > 0)
@@ -83,10 +86,12 @@ class StageCost(NamedTuple):
 
 
 def _step_time_s(device_s: float, python_s: float, meets: bool) -> float:
-    """Combine the times of Python and the device. The slower one counts, since Python runs ahead.
+    """Combine Python's launch time and the device's time.
 
-    With tensor parallelism every layer is a barrier, so launch and kernel jitter add up. This is modelled as a p-norm
-    of the two times.
+    Without tensor parallelism, the result is the longer of the two times, because Python runs ahead of the device.
+
+    With tensor parallelism, every layer is a barrier, so the variations of both times add up. The result is then a
+    p-norm of the two times.
     """
     if not meets or not python_s:
         return max(device_s, python_s)
@@ -95,10 +100,10 @@ def _step_time_s(device_s: float, python_s: float, meets: bool) -> float:
 
 
 class StageTimes(NamedTuple):
-    """Stage costs of a layout in the order of a microbatch, and the slowest rank's.
+    """Costs of all virtual stages of a layout, and of the slowest rank.
 
     Attributes:
-        working_s: seconds of the slowest rank for each microbatch.
+        working_s: time of the slowest rank for one microbatch, in seconds.
     """
 
     costs: tuple[StageCost, ...]
@@ -109,15 +114,15 @@ class StageTimes(NamedTuple):
 
 
 class StepInputs(NamedTuple):
-    """Inputs of a step, from the catalogue or measured on this machine.
+    """Times that determine a step, from the catalogue or measured on this machine.
 
     Attributes:
-        times: times of the pipeline's virtual stages, for one microbatch.
-        hop_s: seconds to send one microbatch to the next stage.
-        whole_s: seconds from the first microbatch's start to the last gradient's end.
-        fsdp_s, dp_s: seconds of a step's collectives in addition to its passes.
-        optimizer_s: seconds of the update.
-        other_s: remaining seconds of a step.
+        times: times of the virtual stages for one microbatch.
+        hop_s: time to send one microbatch to the next stage.
+        whole_s: time from the start of the first microbatch to the end of the last backward pass.
+        fsdp_s, dp_s: time of the fsdp and dp collectives that the passes do not hide.
+        optimizer_s: time of the optimizer update.
+        other_s: remaining time of a step.
     """
 
     times: StageTimes
@@ -130,14 +135,14 @@ class StepInputs(NamedTuple):
 
 
 def stages(layout: Layout) -> tuple[StageCost, ...]:
-    """Return the costs of the virtual stages, in the order of a microbatch."""
+    """Return the costs of the virtual stages, in the order of the pipeline."""
     return stage_times(layout).costs
 
 
 def stage_times(layout: Layout) -> StageTimes:
-    """Return stage costs, and the rank that all others wait for.
+    """Return the costs of all stages, and the cost of the slowest rank.
 
-    The result is cached, since searches repeat the calls.
+    The result is cached, because a search repeats the same calls.
     """
     paths = link_path(layout, "tp"), link_path(layout, "cp"), expert_path(layout)
     return _stage_times(
@@ -176,7 +181,7 @@ def _stage_times(
 
 
 def times_of(costs: tuple[StageCost, ...], ranks: int) -> StageTimes:
-    """Return stage times of virtual stages that are assigned to ranks in turn."""
+    """Return the stage times for virtual stages that are assigned to `ranks` ranks in turn."""
     own = [costs[rank::ranks] for rank in range(ranks)]
     working = [sum(cost.forward + cost.backward for cost in stages) for stages in own]
     slowest = own[working.index(max(working))]
@@ -187,13 +192,13 @@ def times_of(costs: tuple[StageCost, ...], ranks: int) -> StageTimes:
 
 
 def _mixed(full: StageCost, plain: StageCost, share: float) -> StageCost:
-    """Return the cost if a share of the layers is recomputed."""
+    """Return the mean cost if the fraction `share` of the layers is recomputed."""
     return StageCost._make([share * one + (1 - share) * other for one, other in zip(full, plain, strict=True)])
 
 
 @lru_cache(maxsize=4096)
 def _summed(trace: ModelTrace, config: BlockConfig, remat: str, *links: LinkPath) -> tuple[StageCost, ...]:
-    """Return the costs of the first 0, 1, 2, … blocks."""
+    """Return the cumulative costs of the first 0, 1, 2, … blocks."""
     found = [StageCost()]
     for block, count in trace.runs:
         cost, until = block_cost(block, config, remat, *links), found[-1]
@@ -203,7 +208,7 @@ def _summed(trace: ModelTrace, config: BlockConfig, remat: str, *links: LinkPath
 
 @lru_cache(maxsize=4096)
 def _even(prefix: tuple[StageCost, ...], virtual: int) -> tuple[int, ...]:
-    """Return the number of blocks of each stage that minimizes the slowest stage's time.
+    """Return the numbers of blocks per stage that minimize the time of the slowest stage.
 
     Each stage has at least one block.
     """
@@ -216,7 +221,7 @@ def _even(prefix: tuple[StageCost, ...], virtual: int) -> tuple[int, ...]:
 def block_cost(
     block: BlockTrace, config: BlockConfig, remat: str, tp_path: LinkPath, cp_path: LinkPath, ep_path: LinkPath
 ) -> StageCost:
-    """Compute the cost of one block."""
+    """Compute the cost of one block for one microbatch."""
     time = block_time(block, config)
     layer = block.kind not in ("embedding", "between", "head")
     again, launch_again, reductions = _again(block, time, remat if layer else "none", config)
@@ -243,12 +248,12 @@ def block_cost(
 
 
 def _shown(travel_s: float, hidden: float) -> float:
-    """Return the communication time that products do not hide, plus their slowdown."""
+    """Return the exposed communication time, plus the slowdown of matrix products that hide the rest."""
     return travel_s * (1 - hidden + constants.CONTENTION * hidden)
 
 
 def _routed_s(block: BlockTrace, config: BlockConfig, path: LinkPath) -> float:
-    """Return the exposed seconds of sending a microbatch's tokens to experts, or back."""
+    """Return the exposed time to send a microbatch's tokens to experts in one direction."""
     sent = block.routed * config.samples / config.cp * BYTES[config.precision]
     if config.sequence or config.expert_ranks:
         sent /= config.tp
@@ -258,9 +263,9 @@ def _routed_s(block: BlockTrace, config: BlockConfig, path: LinkPath) -> float:
 
 
 def _context_s(block: BlockTrace, config: BlockConfig, time: BlockTime, path: LinkPath) -> float:
-    """Return the exposed seconds of context parallelism.
+    """Return the exposed communication time of context parallelism.
 
-    These are of a ring of keys and values, or of heads exchanged for tokens.
+    The communication is a ring of keys and values, or with `ulysses` an all-to-all that redistributes heads.
     """
     each = config.samples * BYTES[config.precision]
     if config.ulysses:
@@ -275,12 +280,12 @@ def _context_s(block: BlockTrace, config: BlockConfig, time: BlockTime, path: Li
 
 
 def exposed_s(travel_s: float, compute_s: float) -> float:
-    """Return communication time that compute does not overlap, plus the slowdown of compute."""
+    """Return the communication time that compute does not hide, plus the slowdown of compute."""
     return max(travel_s - compute_s, 0.0) + constants.CONTENTION * min(travel_s, compute_s)
 
 
 def _again(block: BlockTrace, time: BlockTime, remat: str, config: BlockConfig) -> tuple[float, float, int]:
-    """Return seconds, launch seconds and reductions of recomputation in the backward pass."""
+    """Return the time, the launch time and the number of tp reductions of recomputation."""
     if remat == "block" and block.trained:
         if config.stops_early:
             return time.forward_s - time.last_s, time.launch_forward_s, max(block.reductions - 1, 0)
@@ -302,11 +307,11 @@ def pipeline_s(
     schedule: str,
     overlaps: bool = False,
 ) -> float:
-    """Return the seconds from the first microbatch's start to the last gradient's end.
+    """Return the time of all microbatches in a pipeline, in seconds.
 
-    A microbatch passes through all stages in sequence, which fills and drains the pipeline (Narayanan et al., 2021,
-    arXiv:2104.04473). In between, the slowest rank determines the time. Interleaved stages fill it with only one chunk
-    of each rank.
+    The first microbatch fills the pipeline and the last one drains it (Narayanan et al., 2021, arXiv:2104.04473). In
+    between, the slowest rank determines the time. With interleaved stages, filling takes only the time of one chunk of
+    each rank.
     """
     times = [forward + backward for forward, backward in zip(forwards, backwards, strict=True)]
     if ranks == 1:
@@ -315,7 +320,7 @@ def pipeline_s(
     chunks = len(times) // ranks
     fill = (sum(times) - max(busy) * 1.0) / chunks
     if schedule == "zero-bubble":
-        # the weights' gradients, a third of the work, fill it (Qi et al., 2023, arXiv:2401.10241)
+        # the gradients of weights, a third of the work, fill the bubble (Qi et al., 2023, arXiv:2401.10241)
         fill /= 3
     elif schedule == "dualpipe":
         fill = dualpipe_bubble_s(sum(forwards) / len(times), sum(backwards) / len(times), ranks)
@@ -324,21 +329,21 @@ def pipeline_s(
 
 
 def dualpipe_bubble_s(forward_s: float, backward_s: float, ranks: int) -> float:
-    """Bubble of DualPipe over `ranks` ranks with two stages each.
+    """Return the bubble of DualPipe over `ranks` ranks with two stages each, in seconds.
 
-    It is (PP / 2 - 1) (F&B + B - 3 W) with PP stages (Liu et al., 2024, arXiv:2412.19437, table 2). Here, a
-    simultaneous forward and backward pass takes the sum of both, since torch runs one after the other. The weights'
-    gradients take as many products as the forward pass.
+    With PP stages, the bubble is (PP / 2 - 1) (F&B + B - 3 W) (Liu et al., 2024, arXiv:2412.19437, table 2). F&B, a
+    simultaneous forward and backward pass, takes the sum of both here, because torch runs one after the other. W, the
+    gradients of the weights, takes as many matrix products as the forward pass.
 
     Args:
-        forward_s, backward_s: seconds of a stage.
+        forward_s, backward_s: times of one stage in seconds.
     """
     weights_s = min(forward_s, backward_s / 2)
     return (ranks - 1) * (forward_s + 2 * backward_s - 3 * weights_s)
 
 
 def hop_s(layout: Layout) -> float:
-    """Return the seconds to send one microbatch's activations to the next stage."""
+    """Return the time to send one microbatch to the next stage, in seconds."""
     if layout.pp == 1:
         return 0.0
     boundary = max(block.boundary for block, _ in layout.trace.runs)
@@ -349,7 +354,7 @@ def hop_s(layout: Layout) -> float:
 
 
 def simulated(layout: Layout, times: StageTimes, hop: float) -> list[Span]:
-    """Return spans of every rank in one step of a layout's schedule."""
+    """Simulate one step of a layout's schedule and return the spans of every rank."""
     orders = [
         work_of(rank, layout.pp, layout.microbatches, layout.schedule, layout.chunks) for rank in range(layout.pp)
     ]
@@ -363,10 +368,12 @@ Work = tuple[str, int, int]
 def simulate(
     forwards: Sequence[float], backwards: Sequence[float], orders: Sequence[Sequence[Work]], hop: float
 ) -> list[Span]:
-    """Simulate each rank and return its spans; work is done in order as inputs arrive.
+    """Simulate a pipeline and return the spans of all ranks.
 
-    Microbatches between two stages are sent one after the other, independently in each direction: over a slow link they
-    queue.
+    Each rank does its work in the given order, and waits for the inputs of each item.
+
+    Between two stages, microbatches are sent one after the other, independently in each direction. Over a slow link,
+    they queue.
     """
     arrived: dict[Work, float] = {}
     clock, next_of, spans = [0.0] * len(orders), [0] * len(orders), []
@@ -401,7 +408,7 @@ def _needs(what: str, stage: int, microbatch: int, last: int) -> list[Work]:
 
 
 def work_of(rank: int, ranks: int, microbatches: int, schedule: str, chunks: int) -> list[Work]:
-    """Return one rank's work in order."""
+    """Return the work of one rank in one step, in order."""
     total = microbatches * chunks
     if chunks > 1:
         warmup = min((ranks - rank - 1) * 2 + (chunks - 1) * ranks, total)
@@ -418,9 +425,9 @@ def work_of(rank: int, ranks: int, microbatches: int, schedule: str, chunks: int
 
 
 def _piece(what: str, index: int, rank: int, ranks: int, microbatches: int, chunks: int) -> Work:
-    """Return a rank's forward or backward number `index`.
+    """Return the forward or backward pass that a rank runs as number `index`.
 
-    `ranks` microbatches run through one chunk, then through the next one.
+    Groups of `ranks` microbatches run through one chunk, then through the next.
     """
     if chunks == 1:
         return (what, rank, index)

@@ -1,4 +1,4 @@
-"""Explanations of a plan: where its time goes, what would change it, how it scales.
+"""Explanations of a plan: its time, what would make it faster, and how it scales.
 
-Read `explain.py` first, then `advice.py`: the best plan with one thing changed.
+Read `explain.py` first, then `advice.py`, which finds the best plan after one change.
 """

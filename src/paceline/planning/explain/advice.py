@@ -1,4 +1,4 @@
-"""What would make a plan faster: what-if questions, and advice that follows."""
+"""Advice on what would make a plan faster, based on what-if predictions."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from paceline.planning.machines import Basis
 
 
-# relative gain below which a change does not count, since the model is not more exact
+# relative gain below which a change is not reported as helpful, because the cost model is not precise enough
 WORTH = 0.005
 # fraction of the step that another sync rule, precision or rank order must save to be reported
 _LEAST_SAVED = 0.02
@@ -49,13 +49,13 @@ INEXACT: tuple[tuple[dict[str, Any], str], ...] = (
 
 @dataclass(frozen=True)
 class Advice:
-    """One possible change, and the best plan with it.
+    """One possible change, and the best plan after this change.
 
     Attributes:
-        what: a phrase, such as `twice the memory`, or part of a plan, such as `sync=local:8`.
+        what: the change as a phrase, such as `twice the memory`, or as plan text, such as `sync=local:8`.
         value: the new value, such as `160 GB`.
-        gain: relative gain of throughput; None if it could not be predicted.
-        best: the best plan with the change.
+        gain: relative gain in throughput; None if it could not be predicted.
+        best: best plan after the change.
         but: a drawback of the change other than its price, or the reason why there is no prediction.
     """
 
@@ -67,17 +67,17 @@ class Advice:
 
     @property
     def helps(self) -> bool:
-        """True if the gain is large enough to count."""
+        """True if the gain is at least `WORTH`."""
         return self.gain is not None and self.gain >= WORTH
 
     @property
     def saved(self) -> float:
-        """Fraction of the step's time that is saved."""
+        """Fraction of the step time that the change saves."""
         return 1 - 1 / (1 + self.gain) if self.gain else 0.0
 
     @property
     def words(self) -> str:
-        """The gain as text: `+12.3 %`, `no gain`, or "" if unknown."""
+        """The gain as text: `+12.3 %`, `no gain`, or "" if it is unknown."""
         if self.gain is None:
             return ""
         if abs(self.gain) < WORTH:
@@ -86,23 +86,26 @@ class Advice:
 
     @property
     def change(self) -> str:
-        """The change with its new value."""
+        """The change and its new value as text."""
         return f"{self.what}: {self.value}" if self.value else self.what
 
     @property
     def about(self) -> str:
-        """Remarks: the drawback of the change and, if it helps, its plan."""
+        """The drawback of the change and, if the change helps, the best plan after it."""
         but = self.but if self.helps or self.gain is None else ""
         return "; ".join(filter(None, (but, f"then {self.best.plan}" if self.best and self.helps else "")))
 
     def to_json(self) -> dict[str, Any]:
-        """Return the advice as plain JSON values."""
+        """Return the advice as a dictionary for JSON."""
         told = {"what": self.what, "value": self.value, "gain": self.gain, "helps": self.helps, "but": self.but}
         return told | figures(self.best)
 
 
 def other_machines(case: Case, found: SearchResult) -> tuple[Advice, ...]:
-    """Return other machines and batches, the most helpful first, unpredictable ones last."""
+    """Return advice on other machines and batches, sorted by gain.
+
+    The largest gain comes first. Changes that could not be predicted come last.
+    """
     case = case._replace(plans=tuple((candidate.plan, candidate.layout) for candidate in found.best))
     return tuple(
         sorted(_other_machines(case, found.fastest), key=lambda one: -(-1.0 if one.gain is None else one.gain))
@@ -145,10 +148,11 @@ def _predicted(advice: Advice, case: Case, change: Change, best: Candidate) -> A
 
 
 def other_trainings(case: Case, best: Candidate) -> tuple[Advice, ...]:
-    """Return faster choices that are reported but never chosen, largest gain first.
+    """Return faster alternatives that change the training, the largest gain first.
 
-    If the best plan has only one replica because reducing over several is too slow, other sync rules are tried with one
-    replica per device.
+    They are only reported, never chosen automatically.
+
+    If the best plan has only one replica, other sync rules are tried with one replica per device.
     """
     found = [
         _predicted(Advice(what, but=but), case._replace(plans=((plan, best.layout),)), change, best)
@@ -159,12 +163,15 @@ def other_trainings(case: Case, best: Candidate) -> tuple[Advice, ...]:
 
 
 def _trainings(case: Case, best: Candidate) -> Iterator[tuple[str, str, Change, Plan]]:
-    """Yield other sync rules, precisions and rank orders: words, drawback, change, and base plan."""
+    """Yield other sync rules, precisions and rank orders.
+
+    Each item has the text of the change, its drawback, the change itself, and the plan that is changed.
+    """
     plan, degrees = best.plan, ""
     if plan.dp == 1 and case.cluster.devices > 1:
         plan = Plan(dp=case.cluster.devices, precision=plan.precision)
         degrees = f"dp={plan.dp} "
-    # exact rules differ only in how they reduce, which `allreduce` chooses by itself
+    # exact rules differ only in how they reduce; `allreduce` chooses among their algorithms by itself
     for values, but in INEXACT if plan.dp > 1 and not plan.inexact else ():
         if not reasons_against(replace(plan, **values), case.job, case.cluster):
             words = " ".join(f"{key}={value}" for key, value in values.items())
@@ -188,10 +195,12 @@ Floats = NDArray[np.float64]
 
 
 def weights_by_speed(case: Case, best: Candidate) -> tuple[tuple[float, ...] | None, float]:
-    """Return weights of a plan's data-parallel ranks by speed, and the saved fraction.
+    """Return batch weights that follow the speeds of the data-parallel ranks.
 
-    A group is as fast as its slowest rank. The result is None in these cases: all ranks are equally fast, the
-    job already has weights, stages of a pipeline need equal parts, or the batch is too small for other parts.
+    The second value is the fraction of the step time that these weights save.
+
+    The speed of a replica is the speed of its slowest rank. The weights are None if all ranks are equally fast, the job
+    already has weights, the plan has a pipeline, or the batch is too small for unequal shares.
     """
     layout = best.layout
     if not layout.machines.speeds or case.job.partition.weights is not None or layout.pp > 1 or layout.data_ranks == 1:
@@ -209,10 +218,11 @@ def weights_by_speed(case: Case, best: Candidate) -> tuple[tuple[float, ...] | N
 
 
 def cut_by_speed(case: Case, best: Candidate) -> tuple[tuple[str, ...], float]:
-    """Return the first blocks of later pipeline stages, with fewer blocks for slow hosts.
+    """Return a cut of the pipeline that gives fewer blocks to slow hosts.
 
-    The second value is the saved fraction. The blocks are () if the usual cut, which makes all stages equal, is as
-    good.
+    The cut is the name of the first block of every stage but the first.
+
+    The second value is the fraction of the step time that this cut saves. The cut is () if the default cut is as good.
     """
     layout = best.layout
     if layout.pp == 1 or layout.chunks > 1 or not layout.machines.speeds:
@@ -245,7 +255,10 @@ def _of(case: Case, best: Candidate) -> Case:
 
 
 def _speeds(layout: Layout, axes: tuple[str, ...]) -> Floats:
-    """Return the speed of each position along some axes: the speed of its slowest rank."""
+    """Return the speed of each position along some axes.
+
+    The speed of a position is that of its slowest rank.
+    """
     ranks = np.arange(layout.ranks).reshape([getattr(layout, axis) for axis in AXES])
     hosts = np.minimum(ranks // layout.machines.per_host, len(layout.machines.speeds) - 1)
     of_ranks = np.asarray(layout.machines.speeds, np.float64)[hosts]
@@ -268,10 +281,10 @@ T = TypeVar("T")
 
 
 class Case(NamedTuple):
-    """Case for which a plan is searched.
+    """Job, cluster and calibration for which the best plan is predicted.
 
     Attributes:
-        plans: known plans, of which the fastest is taken; () to search all plans.
+        plans: known plans, of which the fastest is chosen; () to search all plans.
     """
 
     job: Job
@@ -281,14 +294,14 @@ class Case(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """Best plan of a case; None with the error if nothing can be predicted."""
+    """Best plan of a case, or the error if no plan can be predicted."""
 
     best: Candidate | None
     error: PacelineError | None = None
 
     @property
     def why(self) -> str:
-        """The error's first line."""
+        """First line of the error text; "" without an error."""
         return str(self.error).splitlines()[0] if self.error else ""
 
 
@@ -296,7 +309,7 @@ Change = Callable[[Case], Case]
 
 
 def what_if(case: Case, change: Change) -> Outcome:
-    """Find the best plan of a case with one thing changed."""
+    """Find the best plan of a case after one change."""
     try:
         changed = change(case)
         if not changed.plans:
@@ -314,7 +327,7 @@ def what_if(case: Case, change: Change) -> Outcome:
 
 
 def memory(times: float) -> Change:
-    """Change the memory of all devices and hosts by a factor."""
+    """Return a change that multiplies the memory of all devices and hosts by a factor."""
 
     def grown(host: Host) -> Host:
         gpus = tuple(gpu.model_copy(update={"memory_bytes": int(gpu.memory_bytes * times)}) for gpu in host.gpus)
@@ -326,7 +339,7 @@ def memory(times: float) -> Change:
 
 
 def devices(times: float) -> Change:
-    """Change the number of devices by a factor."""
+    """Return a change that multiplies the number of devices by a factor."""
 
     def change(case: Case) -> Case:
         resized = with_devices(case.cluster, times)
@@ -343,7 +356,7 @@ def devices(times: float) -> Change:
 
 
 def hosts_added(number: int) -> Change:
-    """Change the number of hosts by a difference, which may be negative."""
+    """Return a change that adds `number` hosts; a negative number removes hosts."""
 
     def change(case: Case) -> Case:
         now = len(case.cluster.hosts)
@@ -360,17 +373,17 @@ def hosts_added(number: int) -> Change:
 
 
 def batch(global_batch: int) -> Change:
-    """Change the global batch."""
+    """Return a change that sets the global batch."""
     return lambda case: case._replace(job=case.job.model_copy(update={"global_batch": global_batch}), plans=())
 
 
 def layouts(change: Callable[[Layout], Layout]) -> Change:
-    """Change the known plans as numbers for the cost model."""
+    """Return a change that applies a function to the layouts of the known plans."""
     return lambda case: case._replace(plans=tuple((plan, change(layout)) for plan, layout in case.plans))
 
 
 def keys(**values: Any) -> Change:
-    """Change keys of the known plans."""
+    """Return a change that sets keys of the known plans."""
 
     def change(case: Case) -> Case:
         plans = ((replace(plan, **values), layout) for plan, layout in case.plans)
@@ -382,12 +395,12 @@ def keys(**values: Any) -> Change:
 
 
 def links_between(times: float) -> Change:
-    """Change the bandwidth between hosts by a factor."""
+    """Return a change that multiplies the bandwidth between hosts by a factor."""
     return layouts(lambda on: replace(on, machines=replace(on.machines, between=_faster(on.machines.between, times))))
 
 
 def links_inside(times: float) -> Change:
-    """Change the bandwidth inside hosts by a factor."""
+    """Return a change that multiplies the bandwidth inside hosts by a factor."""
 
     def faster(layout: Layout) -> Layout:
         device = layout.machines.device
@@ -403,9 +416,10 @@ def _faster(link: LinkSpec, times: float) -> LinkSpec:
 
 
 def with_devices(cluster: Cluster, times: float) -> Cluster | None:
-    """Return a copy of the cluster with `times` the devices.
+    """Return a copy of the cluster with `times` times as many devices.
 
-    The result is None if that is not a whole number, if hosts differ, or if the link to an additional host is unknown.
+    The result is None if the number of devices would not be an integer, if the hosts differ, or if the link to an
+    additional host is unknown.
     """
     hosts = round(len(cluster.hosts) * times, 9)  # (n + 1) / n of n hosts must give exactly n + 1
     if not _alike(cluster):
@@ -461,7 +475,10 @@ def _first(limit: T | tuple[T, ...]) -> T:
 
 
 def _linked(host: Host) -> bool:
-    """True if the link to another host is known: given, or usual for such devices."""
+    """True if the bandwidth to another host is known.
+
+    The cluster states it, or the catalogue has a default for GPUs.
+    """
     return bool(host.gpus) or any(link.kind == "ethernet" and link.bandwidth_gbps for link in host.links)
 
 
@@ -470,13 +487,13 @@ _FACTORS = (0.125, 0.25, 0.5, 1, 2, 4, 8)
 
 @dataclass(frozen=True)
 class ScaledPlan:
-    """Predicted scaling of the job to another number of devices, with the same global batch.
+    """Prediction for the same job and global batch on another number of devices.
 
     Attributes:
-        best: the best plan there; None if none fits.
-        speedup: speedup over the fewest devices on which any plan fits.
-        efficiency: speedup over the ratio of devices.
-        why: reason why none fits.
+        best: best plan on this number of devices; None if no plan fits.
+        speedup: speedup over the smallest number of devices on which a plan fits.
+        efficiency: speedup divided by the ratio of the numbers of devices.
+        why: reason why no plan fits.
     """
 
     devices: int
@@ -486,7 +503,7 @@ class ScaledPlan:
     why: str = ""
 
     def to_json(self) -> dict[str, Any]:
-        """Return the point as plain JSON values."""
+        """Return the point as a dictionary for JSON."""
         told = {"devices": self.devices, "speedup": self.speedup, "efficiency": self.efficiency, "why": self.why}
         return told | figures(self.best)
 
@@ -494,9 +511,9 @@ class ScaledPlan:
 def scaling(
     job: Job, cluster: Cluster, found: SearchResult, calibration: Basis | None = None
 ) -> tuple[ScaledPlan, ...]:
-    """Return points from an eighth of the devices to eight times as many.
+    """Predict the scaling of a job to fewer and more devices.
 
-    Clusters with unknown links are left out.
+    Numbers of devices for which a link is unknown are left out.
     """
     points: list[ScaledPlan] = []
     first: ScaledPlan | None = None
@@ -514,12 +531,12 @@ def scaling(
 def best_on(
     case: Case, factors: Iterable[float], found: SearchResult | None = None
 ) -> Iterator[tuple[Cluster, Outcome]]:
-    """Return clusters with multiples of the devices, and the best plan on each.
+    """Yield clusters with multiples of the devices, each with its best plan.
 
-    Factors that yield no cluster are left out.
+    Factors for which no cluster can be built are skipped.
 
     Args:
-        found: result of a search on the cluster itself, if there is one.
+        found: result of a search on the unchanged cluster; None searches again.
     """
     for factor in factors:
         resized = with_devices(case.cluster, factor)

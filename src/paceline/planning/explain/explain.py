@@ -1,4 +1,4 @@
-"""Explanation of a chosen plan: its time and memory, other plans, and helpful changes."""
+"""Explanation of a plan: its time and memory, other plans, and helpful changes."""
 
 from __future__ import annotations
 
@@ -40,7 +40,10 @@ LEAST = 0.005
 
 @dataclass(frozen=True)
 class Portion:
-    """A part of a whole: `value` in seconds or bytes, and `share`, its fraction."""
+    """Part of a step's time or of a rank's memory.
+
+    `value` is in seconds or bytes. `share` is the fraction of the whole.
+    """
 
     name: str
     value: float
@@ -49,7 +52,7 @@ class Portion:
 
 @dataclass(frozen=True)
 class TrainingCost:
-    """Cost of training in the currency of the user's prices, with the amount of work."""
+    """Cost of an amount of training, in the currency of the user's prices."""
 
     value: float
     of: str
@@ -57,21 +60,21 @@ class TrainingCost:
 
 @dataclass(frozen=True)
 class Explanation:
-    """Everything that `paceline plan` reports, the same on screen, in the page and in JSON.
+    """All results that `paceline plan` reports on screen, in the HTML page and in JSON.
 
     Attributes:
-        found: the search's result; `found.best[0]` is the winner.
-        changes: other machines and batches, the most helpful first.
-        trainings: faster choices with a drawback, for the user to decide.
-        weights: parts of the batch by speed (`job.partition.weights`, one per data-parallel rank of the winner); None
-            for equal parts.
-        weights_gain: the fraction of the step's time that they save.
-        cut: the first blocks of the stages after the first (`Plan.cut`); () if the even cut is as good.
-        cut_gain: the fraction of the step's time that it saves.
-        notes: sentences on what the prediction does not know.
-        measured: True if the machines were measured; otherwise their figures come from the catalogue.
-        run: the whole training for a requested amount; None if no amount was requested.
-        answers: answers to the questions, in order.
+        found: result of the search; `found.best[0]` is the recommended plan.
+        changes: advice on other machines and batches, the largest gain first.
+        trainings: advice on faster alternatives that change the training.
+        weights: recommended `job.partition.weights`, which follow the speeds of the data-parallel ranks; None for equal
+            shares.
+        weights_gain: fraction of the step time that `weights` save.
+        cut: recommended `Plan.cut`, the first block of every stage but the first; () if the default cut is as good.
+        cut_gain: fraction of the step time that `cut` saves.
+        notes: sentences that state what the prediction does not include.
+        measured: True if the machines were measured; False if their figures come from the catalogue.
+        run: prediction for a whole training of the requested amount; None if no amount was requested.
+        answers: answers to the what-if questions, in the order of the questions.
     """
 
     job: Job
@@ -95,33 +98,34 @@ class Explanation:
 
     @property
     def time(self) -> tuple[Portion, ...]:
-        """Parts of the winner's step, in the order of `PARTS`."""
+        """Parts of the recommended plan's step, in the order of `PARTS`."""
         return shares_of_time(self.winner)
 
     @property
     def memory(self) -> tuple[Portion, ...]:
-        """Memory of its fullest rank by holder, largest first."""
+        """Peak memory of the recommended plan for each of `HOLDERS`, the largest first."""
         return shares_of_memory(self.winner)
 
     @cached_property
     def failures(self) -> FailureOutlook | None:
-        """Goodput under failures; None if the cluster gives no failure rate."""
+        """Goodput under failures; None if the cluster states no failure rate."""
         return outlook(self.job, self.cluster, self.found.best)
 
     @property
     def tokens(self) -> int:
-        """Tokens of one sample; 1 if it is not a sequence."""
+        """Number of tokens of one sample; 1 if a sample is not a sequence."""
         return self.winner.layout.trace.tokens
 
     @property
     def capacity_bytes(self) -> int:
-        """Memory of a device; on CPUs, a rank's part of its host's memory."""
+        """Memory of a device in bytes; on CPUs, each rank's share of the host memory."""
         return int(capacity_bytes(self.winner.layout))
 
     def cost(self, candidate: Candidate) -> TrainingCost | None:
-        """Cost of the whole run, or of a round number of tokens or samples.
+        """Return the cost of training with a candidate, or None without prices.
 
-        It is None without prices. The cost is for the whole run if its number of steps is known.
+        The cost is that of the whole run if the number of steps is known. Otherwise it is the cost of 1 billion tokens
+        or 1 million samples.
         """
         if self.cluster.price_per_hour is None:
             return None
@@ -135,9 +139,9 @@ class Explanation:
 
     @property
     def helps(self) -> list[Advice]:
-        """Return everything that would help, the most helpful first.
+        """All advice, the largest gain first.
 
-        This includes other machines and batches, trainings, weights, and cuts.
+        The list includes other machines and batches, other trainings, weights and cuts.
         """
         rows = [*self.changes, *(replace(one, best=None) for one in self.trainings)]
         if self.weights:
@@ -151,7 +155,7 @@ class Explanation:
 
     @property
     def limit(self) -> str:
-        """Return the largest parts of the winner's step in one sentence."""
+        """One sentence that names the largest parts of the recommended plan's step."""
         useful = sum(part.value for part in self.time if part.name == "compute")
         others = sorted(
             (part for part in self.time if part.name != "compute" and part.share >= LEAST), key=lambda part: -part.share
@@ -165,7 +169,7 @@ class Explanation:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """Return the whole explanation as plain JSON values."""
+        """Return the whole explanation as a dictionary for JSON."""
         found = self.found
         return {
             "job": self.job.name,
@@ -216,11 +220,11 @@ class Explanation:
 def explain(
     job: Job, cluster: Cluster, found: SearchResult, calibration: Basis | None = None, *, what_would_help: bool = True
 ) -> Explanation:
-    """Explain a search's result.
+    """Explain the result of a search.
 
     Args:
-        what_would_help: predict the gain of other machines, batches and trainings, which takes a few times as long as
-            the search.
+        what_would_help: True also predicts the gain of other machines, batches and trainings. This takes several times
+            as long as the search.
 
     Raises:
         PlanError: no plan was found.
@@ -254,9 +258,9 @@ def explain(
 
 
 def shares_of_time(candidate: Candidate) -> tuple[Portion, ...]:
-    """Return the parts of a candidate's step with positive time, in the order of `PARTS`.
+    """Return the parts of a candidate's step that take time, in the order of `PARTS`.
 
-    They sum to the step: a part that is negative because of measurements is subtracted from computing.
+    Measurements can make a part negative. Such a part is subtracted from `compute`, so the parts sum to the step time.
     """
     prediction = candidate.prediction
     parts = {part: prediction.breakdown.get(part, 0.0) for part in PARTS}
@@ -267,7 +271,7 @@ def shares_of_time(candidate: Candidate) -> tuple[Portion, ...]:
 
 
 def shares_of_memory(candidate: Candidate) -> tuple[Portion, ...]:
-    """Return the holders of the memory of its fullest rank, largest first."""
+    """Return the peak memory of a candidate for each of `HOLDERS`, the largest first."""
     prediction = candidate.prediction
     held = sorted(prediction.memory.items(), key=lambda entry: -entry[1])
     return tuple(Portion(name, size, size / (prediction.memory_bytes or 1)) for name, size in held if size > 0)
@@ -287,7 +291,7 @@ def _notes(best: Candidate, calibration: Calibration | None) -> tuple[str, ...]:
 
 
 def _grown(saved: float) -> float:
-    """Return the relative throughput gain if the fraction `saved` of the step's time is saved."""
+    """Convert a saved fraction of the step time to the relative gain in throughput."""
     return saved / (1 - saved)
 
 
@@ -301,13 +305,13 @@ class FailureOutlook:
     """Predicted effect of failures on the best plan.
 
     Attributes:
-        per_host_day: failures of a host per day.
-        hosts: hosts in use.
-        costs: costs of failures of the best plan.
-        interval_s: seconds of steps between the job's checkpoints.
-        every_steps: the job's checkpoint interval, if it is counted in steps.
-        better: the plan that trains more samples in total than the best plan, considering goodput; None if the best
-            plan does.
+        per_host_day: number of failures of one host per day.
+        hosts: number of hosts in use.
+        costs: costs of failures under the best plan.
+        interval_s: checkpoint interval of the job, in seconds.
+        every_steps: checkpoint interval of the job in steps; None if the job states it in seconds.
+        better: plan that trains clearly more samples than the best plan if goodput is taken into account; None if there
+            is no such plan.
     """
 
     per_host_day: float
@@ -319,7 +323,7 @@ class FailureOutlook:
 
     @property
     def goodput(self) -> float:
-        """Predicted goodput with the job's checkpoints."""
+        """Predicted goodput with the checkpoint interval of the job."""
         return self.costs.goodput(self.interval_s)
 
     @property
@@ -329,12 +333,15 @@ class FailureOutlook:
 
     @property
     def best_s(self) -> float:
-        """Checkpoint interval that loses the least time, in seconds of steps."""
+        """Checkpoint interval with the highest goodput, in seconds."""
         return self.costs.best_every_steps * self.costs.step_s
 
     @property
     def rows(self) -> list[tuple[str, float, str]]:
-        """Ways to continue after a failure: name, goodput, and its basis."""
+        """Table of the ways to continue after a failure.
+
+        Each row has a name, the goodput, and the basis of the goodput.
+        """
         costs, best_s = self.costs, self.best_s
         restart = f"a failure costs {seconds(costs.restart_s)} and the steps since the newest checkpoint"
         rows = [
@@ -359,7 +366,7 @@ class FailureOutlook:
 
     @property
     def lines(self) -> list[str]:
-        """Sentences on what to change, and on the assumptions."""
+        """Sentences that recommend changes and state the assumptions."""
         costs, told = self.costs, []
         if (lost := self.best_goodput - self.goodput) > _FAR_OFF:
             told.append(
@@ -383,7 +390,7 @@ class FailureOutlook:
         return f"checkpoint.every_seconds: {self.interval_s:g}"
 
     def to_json(self) -> dict[str, Any]:
-        """Return the outlook as plain JSON values."""
+        """Return the outlook as a dictionary for JSON."""
         return {
             "failures_per_host_day": self.per_host_day,
             "hosts": self.hosts,
@@ -399,7 +406,7 @@ class FailureOutlook:
 
 
 def outlook(job: Job, cluster: Cluster, found: Sequence[Candidate]) -> FailureOutlook | None:
-    """Return the effect of failures on the plans found, best first.
+    """Predict the effect of failures on the plans found by a search.
 
     The result is None if the cluster has no failure rate.
     """
@@ -424,11 +431,11 @@ def outlook(job: Job, cluster: Cluster, found: Sequence[Candidate]) -> FailureOu
 
 
 def costs_of(job: Job, cluster: Cluster, candidate: Candidate, rate: float, slowdown: float = 1.0) -> FailureCosts:
-    """Return the costs of failures of a candidate.
+    """Return the costs of failures under the plan of a candidate.
 
     Args:
-        rate: failures of a host per day, above 0.
-        slowdown: factor on the predicted step time.
+        rate: number of failures of one host per day, above 0.
+        slowdown: factor by which the predicted step time is multiplied.
     """
     placed = cluster.ranks_per_host(candidate.plan.ranks)
     copied = "copies" in candidate.prediction.memory
@@ -439,6 +446,6 @@ def costs_of(job: Job, cluster: Cluster, candidate: Candidate, rate: float, slow
 
 
 def interval_s(job: Job, costs: FailureCosts) -> float:
-    """Return the seconds of steps between the job's own checkpoints."""
+    """Return the checkpoint interval of the job, in seconds."""
     every = job.checkpoint.every_steps
     return every * costs.step_s if every is not None else job.checkpoint.every_seconds

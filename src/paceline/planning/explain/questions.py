@@ -1,10 +1,10 @@
-"""Questions about a plan: the effect of a change, and the useful batch size.
+"""Questions about a plan: the effect of a change, and the largest useful batch size.
 
-A question in words, such as `one more host` or `remat=none`, is answered with the best plan under this change.
+The answer to a question, such as `one more host` or `remat=none`, is the best plan after this change.
 
-Advice on the global batch is never applied automatically. The speed of a batch can be computed, but not how well it
-learns: the batch beyond which samples are wasted depends on the noise of the gradients (McCandlish et al., 2018,
-arXiv:1812.06162). So the advice is an upper bound, and states what is unknown.
+Advice on the global batch is never applied automatically. The speed of a batch can be predicted, but its effect on
+learning cannot. The batch beyond which samples are wasted depends on the noise of the gradients (McCandlish et al.,
+2018, arXiv:1812.06162). The advice is therefore an upper bound, and states what is unknown.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _TIMES = {"twice": 2.0, "double": 2.0, "half": 0.5, "three times": 3.0, "four ti
 _HOSTS = re.compile(
     r"(?P<number>\d+|one|two|three|four|eight) (?:(?P<more>more|fewer|less) hosts?|hosts? (?P<after>more|fewer|less))"
 )
-# quantities that a question may scale
+# quantities that a question may multiply by a factor
 _SCALED: dict[str, Callable[[float], Change]] = {
     "memory": memory,
     "devices": devices,
@@ -77,15 +77,15 @@ _EXAMPLES = (
 
 @dataclass(frozen=True)
 class Answer:
-    """Best plan with one thing changed, compared with the current best plan.
+    """Best plan after one change, compared with the current best plan.
 
     Attributes:
-        question: the question as asked.
-        gain: relative gain of throughput; None if nothing can be predicted.
-        candidate: the best plan with the change; None with the reason in `why`.
-        cost: cost of the same amount of training; None without prices.
-        now_cost: cost with the current plan.
-        cost_of: the amount of training.
+        question: text of the question.
+        gain: relative gain in throughput; None if no plan can be predicted.
+        candidate: best plan after the change; None if there is none, and `why` then has the reason.
+        cost: cost of the same amount of training after the change; None without prices.
+        now_cost: cost of the same amount of training with the current plan.
+        cost_of: the amount of training as text.
     """
 
     question: str
@@ -98,12 +98,12 @@ class Answer:
 
     @property
     def words(self) -> str:
-        """The gain as text."""
+        """The gain as text, as in `Advice.words`."""
         return Advice(self.question, gain=self.gain).words
 
     @property
     def about(self) -> str:
-        """Step, cost, memory and plan, or the reason why there are none."""
+        """Step time, memory, cost and plan as text, or the reason without a plan."""
         if self.candidate is None:
             return self.why
         prediction = self.candidate.prediction
@@ -117,16 +117,16 @@ class Answer:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """Return the answer as plain JSON values."""
+        """Return the answer as a dictionary for JSON."""
         told = {"question": self.question, "gain": self.gain, "why": self.why}
         return told | {"cost": self.cost, "cost_of": self.cost_of} | figures(self.candidate)
 
 
 def answers(explanation: Explanation, case: Case, questions: Iterable[str]) -> tuple[Answer, ...]:
-    """Answer questions about an explained case, in order.
+    """Answer what-if questions about an explained plan, in order.
 
     Raises:
-        PlanError: a question is not understood; the error lists the possible questions.
+        PlanError: a question is not valid; the error lists the valid questions.
     """
     known = tuple((candidate.plan, candidate.layout) for candidate in explanation.found.best)
     asked = [(question, read_question(question)) for question in questions]
@@ -134,10 +134,10 @@ def answers(explanation: Explanation, case: Case, questions: Iterable[str]) -> t
 
 
 def read_question(text: str) -> Change:
-    """Parse a question into a change.
+    """Parse a what-if question into a change.
 
     Raises:
-        PlanError: the question is unknown, or the text of a plan with a wrong key.
+        PlanError: the question is not valid, or it is plan text with an invalid key or value.
     """
     words = " ".join(text.lower().split()).removeprefix("with ")
     if match := _HOSTS.fullmatch(words):
@@ -156,9 +156,9 @@ def read_question(text: str) -> Change:
 
 
 def _precision(name: str) -> Change:
-    """Change the precision.
+    """Return a change that sets the precision.
 
-    If the job does not support it, matrix products of the known plans are computed in it.
+    If no job can have this precision, as with fp8, the change applies only to matrix products of the known plans.
     """
 
     def change(case: Case) -> Case:
@@ -180,7 +180,10 @@ def _precision(name: str) -> Change:
 
 
 def _plan(text: str) -> Change:
-    """Change to a plan with degrees, or change keys of the known plans."""
+    """Return a change to a plan given as text.
+
+    Text with degrees replaces the plans. Other text changes only these keys of the known plans.
+    """
     given = Plan.parse(text)
     keys = {word.partition("=")[0] for word in text.split()}
     values = {key: getattr(given, key) for key in keys}
@@ -225,7 +228,7 @@ def _cluster(text: str) -> Change:
 
     def change(case: Case) -> Case:
         price = case.cluster.price_per_hour if cluster.price_per_hour is None else cluster.price_per_hour
-        # measurements of this machine do not apply to another; factors of runs are kept for each kind of device
+        # measurements of this machine do not apply to another; factors of measured runs exist for each kind of device
         basis = case.calibration if isinstance(case.calibration, Adjustment) else None
         return case._replace(cluster=cluster.model_copy(update={"price_per_hour": price}), calibration=basis, plans=())
 
@@ -260,20 +263,20 @@ def _answer(explanation: Explanation, case: Case, question: str, change: Change)
     )
 
 
-# fraction of the best throughput: batches beyond the smallest one that reaches it gain almost nothing
+# fraction of the best throughput that the useful batch reaches; larger batches gain almost nothing
 USEFUL = 0.95
 # minimum throughput ratio of a doubling; after two smaller gains, no larger batch is tried
 _LEAST_GAIN = 1.01
 _MOST_DOUBLINGS = 10
 _WITH_SQUARE_ROOT = ("adam", "adamw", "lamb", "adamax", "nadam", "radam")  # names in lower case
 _LEAST_WARM_UP = 10  # steps
-# of an epoch; a batch that leaves fewer steps is not called useful, however fast it is
+# minimum number of steps per epoch; a batch that leaves fewer steps is never useful
 _FEWEST_STEPS = 20
 
 
 @dataclass(frozen=True)
 class BatchPoint:
-    """A global batch and the best plan for it."""
+    """A global batch, and the best plan with this batch."""
 
     global_batch: int
     best: Candidate
@@ -289,13 +292,13 @@ class BatchAdvice:
     """Advice on the global batch.
 
     Attributes:
-        points: batches from small to large, including the job's own.
-        now: the job's own batch.
-        useful: the smallest batch with 95 % of the best throughput of all; a larger one gains too little speed.
-        rule: scaling of the learning rate with the batch: `linear` or `square root`.
+        points: tried batches in ascending order, including the batch of the job.
+        now: the batch of the job.
+        useful: the smallest batch with at least 95 % of the best throughput.
+        rule: rule by which the learning rate scales with the batch: `linear` or `square root`.
         lr: learning rate for the useful batch.
         stopped: reason why no larger batch was tried.
-        cautions: facts that cannot be known from shapes.
+        cautions: sentences on facts that the prediction cannot know.
     """
 
     points: tuple[BatchPoint, ...]
@@ -308,22 +311,22 @@ class BatchAdvice:
 
     @property
     def factor(self) -> float:
-        """The useful batch over the job's own batch."""
+        """Ratio of the useful batch to the batch of the job."""
         return self.useful.global_batch / self.now.global_batch
 
     @property
     def gain(self) -> float:
-        """Relative gain of throughput by the useful batch over the job's own batch."""
+        """Relative gain in throughput of the useful batch over the batch of the job."""
         return self.useful.throughput / self.now.throughput - 1
 
     @property
     def keeps(self) -> bool:
-        """True if the job's own batch is already the useful one."""
+        """True if the batch of the job is already the useful batch."""
         return self.useful.global_batch == self.now.global_batch
 
     @property
     def line(self) -> str:
-        """The advice in a sentence."""
+        """The advice as one sentence."""
         now, useful = f"{self.now.global_batch:,}", f"{self.useful.global_batch:,}"
         if self.keeps:
             return f"the global batch of {now} is the useful one already: a larger one is less than 5 % faster"
@@ -338,13 +341,12 @@ class BatchAdvice:
         )
 
     def job(self, job: Job) -> Job:
-        """Return the job with the useful batch, its learning rate, and the same total samples.
+        """Return a copy of the job with the useful batch and its learning rate.
 
-        Values counted in steps are divided by the batch's factor.
+        Numbers of steps are divided by `factor`, so the total number of samples stays the same.
         """
 
         def steps(number: int | None) -> int | None:
-            """At least 1."""
             return number and max(1, math.ceil(number / self.factor))
 
         warm_up = max(steps(job.schedule.warmup_steps) or 0, min(job.schedule.warmup_steps, _LEAST_WARM_UP))
@@ -388,10 +390,11 @@ class BatchAdvice:
 def advise(job: Job, cluster: Cluster, calibration: Basis | None = None) -> BatchAdvice:
     """Find the largest useful global batch.
 
-    The job's own batch, its halves and its doubles are tried with their best plans, as long as these get faster.
+    The batch of the job is doubled and halved repeatedly. Each batch is tried with its best plan. Doubling stops when
+    it hardly increases the throughput.
 
     Raises:
-        PlanError: no plan can run the job's own batch.
+        PlanError: no plan can run the batch of the job.
     """
     case = Case(job, cluster, calibration)
     now, samples = _point(case, job.global_batch), _samples(job)
@@ -423,7 +426,10 @@ def _samples(job: Job) -> int | None:
 
 
 def _point(case: Case, global_batch: int) -> BatchPoint:
-    """Return the best plan for a batch. Raises PlanError if no plan can run it."""
+    """Return the best plan for a global batch.
+
+    Raises PlanError if no plan can run the batch.
+    """
     best, error = what_if(case, batch(global_batch))
     if error is not None:
         raise error
@@ -432,9 +438,9 @@ def _point(case: Case, global_batch: int) -> BatchPoint:
 
 
 def _larger(case: Case, now: BatchPoint, samples: int | None) -> tuple[list[BatchPoint], str]:
-    """Return doubles of the batch, and the reason why no larger one was tried.
+    """Return repeated doublings of the batch, and the reason why no larger batch was tried.
 
-    The search ends after two doubles that gained almost nothing.
+    The search ends after two doublings in a row that gain almost nothing.
     """
     found, idle, best = [now], 0, now.throughput
     for doubling in range(1, _MOST_DOUBLINGS + 1):
@@ -454,7 +460,10 @@ def _larger(case: Case, now: BatchPoint, samples: int | None) -> tuple[list[Batc
 
 
 def _smaller(case: Case, now: BatchPoint, enough: float) -> list[BatchPoint]:
-    """Return halves of the batch with enough throughput, and the first one without."""
+    """Return repeated halvings of the batch, in ascending order.
+
+    The first batch whose throughput is below `enough` is included as well.
+    """
     found: list[BatchPoint] = []
     smaller = case.job.global_batch
     while (found[-1] if found else now).throughput >= enough and smaller % 2 == 0:

@@ -1,4 +1,4 @@
-"""A whole training under a plan: its time, cost, energy and carbon, including interruptions."""
+"""Time, cost, energy and carbon of a whole training under a plan, including interruptions."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from paceline.planning.model.graph import ModelTrace
 from paceline.planning.search.result import Candidate
 from paceline.units import count, kilograms, kilowatt_hours, large, money, percent, span
 
-# Power of a host during training over the rated power of its devices: at most 8.4 kW, measured on a host with eight
-# H100s of 700 W while training (Latif et al., 2025, arXiv:2412.08602, abstract).
+# Ratio of a host's power during training to the rated power of its devices. A host with eight H100s of 700 W drew at
+# most 8.4 kW during training (Latif et al., 2025, arXiv:2412.08602, abstract).
 HOST_OVERHEAD = 8.4 / (8 * 0.7)
-# Failures of a host per day that stand for zero failures; then only checkpoints cost time.
+# Number of failures per host and day that is used instead of zero. Then only checkpoints cost time.
 _NEVER = 1e-9
 _LEAST_GOODPUT = 0.01
 _AMOUNT = re.compile(r"(\d[\d_,]*(?:\.\d+)?(?:e\+?\d+)?) ?([kmbt]?)", re.IGNORECASE)
@@ -33,7 +33,7 @@ def read_amount(text: str) -> float:
     """Parse a number such as `15T`, `300B`, `1.5e12` or `20,000`.
 
     Raises:
-        PlanError: the text is not a number, or not above 0.
+        PlanError: the text is not a number, or the number is not above 0.
     """
     match = _AMOUNT.fullmatch(text.strip())
     value = float(match[1].replace(",", "").replace("_", "")) * _FACTORS[match[2].lower()] if match else 0.0
@@ -48,7 +48,7 @@ def read_duration(text: str) -> float:
     """Parse a duration such as `30d`, `12h` or `2 weeks` into seconds.
 
     Raises:
-        PlanError: the text is not a duration, or not above 0.
+        PlanError: the text is not a duration, or the duration is not above 0.
     """
     match = _DURATION.fullmatch(text.strip())
     value = float(match[1]) * _DURATIONS[match[2].lower()] if match else 0.0
@@ -58,7 +58,10 @@ def read_duration(text: str) -> float:
 
 
 class Goal(NamedTuple):
-    """Goal of a training: one of the three. Without a goal, the job's own steps count."""
+    """Goal of a training: a number of tokens, a number of samples, or a loss.
+
+    Without a goal, the job's own number of steps is the goal.
+    """
 
     tokens: float | None = None
     samples: float | None = None
@@ -70,12 +73,12 @@ JOBS_OWN = Goal()
 
 @dataclass(frozen=True)
 class Amount:
-    """Amount of training as steps of the job.
+    """Amount of training, as a number of steps of the job.
 
     Attributes:
         steps: number of optimizer steps.
-        words: the amount, for people.
-        notes: sentences on the basis of the amount.
+        words: the amount as text.
+        notes: sentences that state the basis of the amount.
     """
 
     steps: int
@@ -84,10 +87,11 @@ class Amount:
 
 
 def amount_of(job: Job, trace: ModelTrace, goal: Goal) -> Amount:
-    """Convert a goal to steps.
+    """Convert a goal to a number of steps.
 
     Raises:
-        PlanError: more than one goal is given, no model reaches the loss, or nothing states when the job ends.
+        PlanError: more than one goal is given, the loss cannot be reached or predicted, tokens are given for samples
+            that are not sequences, or neither a goal nor the job sets a number of steps.
     """
     if sum(value is not None for value in goal) > 1:
         raise PlanError(
@@ -136,14 +140,15 @@ def _to_loss(job: Job, trace: ModelTrace, loss: float, of_step: int) -> Amount:
 
 @dataclass(frozen=True)
 class Conditions:
-    """Circumstances of a training beside its plan.
+    """Conditions of a training that do not depend on the plan.
 
     Attributes:
-        spot_price: price per hour of a preemptible device; None if unknown.
-        preemptions_per_host_day: number of preemptions of a host per day.
-        straggler_sigma: standard deviation of a rank's step time between steps, relative to its mean.
-        pue: power of the whole data centre over the power of the machines; None counts the machines alone.
-        carbon_g_per_kwh: carbon dioxide of the electricity; None if unknown.
+        spot_price: price of a preemptible device per hour; None if it is unknown.
+        preemptions_per_host_day: number of preemptions of one host per day.
+        straggler_sigma: standard deviation of a rank's step time, relative to the mean step time.
+        pue: power usage effectiveness, the ratio of the data centre's power to the machines' power; None counts only
+            the machines.
+        carbon_g_per_kwh: carbon dioxide of the electricity, in grams per kWh; None if it is unknown.
     """
 
     spot_price: float | None = None
@@ -163,16 +168,16 @@ NO_CONDITIONS = Conditions()
 
 @dataclass(frozen=True)
 class Purchase:
-    """The training on machines with one way to pay for them.
+    """Cost of the training under one payment option.
 
     Attributes:
         what: `on demand` or `spot`.
-        goodput: useful step time over wall-clock time.
-        wall_s: wall-clock seconds.
+        goodput: useful step time divided by wall-clock time.
+        wall_s: wall-clock time in seconds.
         cost: cost in the currency of the prices; None without a price.
-        energy_kwh: energy of the machines and the data centre; None if the power of a device is unknown.
-        carbon_kg: carbon dioxide of that energy; None if either factor is unknown.
-        about: basis of goodput and cost.
+        energy_kwh: energy of the machines and the data centre, in kWh; None if the power of a device is unknown.
+        carbon_kg: carbon dioxide of this energy, in kg; None if the energy or the carbon intensity is unknown.
+        about: text that states the basis of the goodput.
     """
 
     what: str
@@ -189,14 +194,14 @@ class TrainingRun:
     """Time, cost, energy and carbon of a whole training under one plan.
 
     Attributes:
-        devices: devices in use.
-        steps_s: seconds of all steps, without interruptions and stragglers.
-        slowdown: factor on a step due to its slowest rank.
-        purchases: on demand, then spot if its price is known.
-        error: half the width of the step time's 80 % interval, as a fraction of the step time.
-        rests_on: the basis of the interval, for people.
-        conditions: circumstances of the training.
-        notes: sentences on what is assumed, or unknown.
+        devices: number of devices in use.
+        steps_s: total time of all steps in seconds, without interruptions and stragglers.
+        slowdown: factor by which the slowest rank prolongs each step.
+        purchases: results for on-demand machines, then for spot machines if their price is known.
+        error: half the width of the step time's 80 % interval, relative to the step time.
+        rests_on: text that states the basis of the interval.
+        conditions: conditions under which the training runs.
+        notes: sentences that state assumptions and unknown facts.
     """
 
     amount: Amount
@@ -211,7 +216,7 @@ class TrainingRun:
 
     @property
     def rows(self) -> list[tuple[str, str, str]]:
-        """Figures for people: name, value, and basis."""
+        """Table of the results. Each row has a name, a value, and the basis of the value."""
         rows = [("steps", f"{span(self.steps_s)}", f"{self.amount.steps:,} of them, without interruptions")]
         if self.slowdown > 1:
             lost = f"+{percent(self.slowdown - 1)}"
@@ -233,7 +238,7 @@ class TrainingRun:
         return rows
 
     def to_json(self) -> dict[str, Any]:
-        """Return the training as plain JSON values."""
+        """Return the training as a dictionary for JSON."""
         return asdict(replace(self, amount=replace(self.amount, notes=()))) | {
             "notes": [*self.amount.notes, *self.notes]
         }
@@ -242,9 +247,9 @@ class TrainingRun:
 def training_run(
     job: Job, cluster: Cluster, candidate: Candidate, amount: Amount, conditions: Conditions = NO_CONDITIONS
 ) -> TrainingRun:
-    """Predict the training of a candidate on a cluster.
+    """Predict a whole training with a candidate on a cluster.
 
-    Failures occur at the cluster's rate; on spot machines, preemptions are added.
+    Hosts fail at the cluster's failure rate. On spot machines, preemptions are added.
     """
     ranks, device = candidate.plan.ranks, candidate.layout.machines.device
     slowdown = straggler_slowdown(ranks, conditions.straggler_sigma)
@@ -287,10 +292,10 @@ def training_run(
 
 
 def straggler_slowdown(ranks: int, sigma: float) -> float:
-    """Return the expected slowest step time of many ranks over the mean.
+    """Return the expected step time of the slowest of `ranks` ranks, relative to the mean.
 
-    Step times are assumed to be normal, and independent in every step. The expected maximum of N normal values is
-    Φ⁻¹((N − 0.375) / (N + 0.25)) standard deviations (Blom, 1958).
+    Step times are assumed to be normally distributed and independent. The expected maximum of N such values is Φ⁻¹((N −
+    0.375) / (N + 0.25)) standard deviations above the mean (Blom, 1958).
     """
     if ranks == 1 or not sigma:
         return 1.0
@@ -319,7 +324,7 @@ def _notes(conditions: Conditions, failures: float) -> tuple[str, ...]:
 
 
 def energy_notes(power_w: Mapping[str, float | None], conditions: Conditions) -> tuple[str, ...]:
-    """Return sentences on the energy of devices, from their names and powers."""
+    """Return sentences that state how the energy is computed."""
     told = [f"energy is unknown: the catalogue has no power of {name}" for name, watts in power_w.items() if not watts]
     powers = ", ".join(f"{watts:g} W for each {name}" for name, watts in power_w.items() if watts)
     if not powers:
@@ -334,20 +339,20 @@ def energy_notes(power_w: Mapping[str, float | None], conditions: Conditions) ->
     return tuple(told)
 
 
-# parameters and tokens of the runs that both laws were fitted to
+# ranges of parameters and tokens in the runs to which both laws were fitted
 _FITTED_PARAMETERS, _FITTED_TOKENS = (70e6, 16e9), (5e9, 500e9)
 
 
 @dataclass(frozen=True)
 class ScalingLaw:
-    """One published scaling law.
+    """Published scaling law for the loss of language models.
 
     Attributes:
         name: author and year.
-        source: publication with the constants.
-        floor: E, the loss that no model falls below.
-        a, alpha: constants of the term of the parameters.
-        b, beta: constants of the term of the tokens.
+        source: publication that contains the constants.
+        floor: the irreducible loss E.
+        a, alpha: coefficient and exponent of the term for parameters.
+        b, beta: coefficient and exponent of the term for tokens.
     """
 
     name: str
@@ -359,18 +364,18 @@ class ScalingLaw:
     beta: float
 
     def loss(self, parameters: float, tokens: float) -> float:
-        """Return the loss after a number of tokens, in nats per token."""
+        """Return the loss after training on `tokens` tokens, in nats per token."""
         return float(self.floor_of(parameters) + self.b / tokens**self.beta)
 
     def floor_of(self, parameters: float) -> float:
-        """Return the loss of a model of that size after infinitely many tokens."""
+        """Return the loss of a model after infinitely many tokens."""
         return float(self.floor + self.a / parameters**self.alpha)
 
     def tokens(self, parameters: float, loss: float) -> float:
-        """Return the tokens after which a model reaches a loss.
+        """Return the number of tokens after which a model reaches a loss.
 
         Raises:
-            PlanError: the loss is at or below the floor of every model, or of this one.
+            PlanError: no model, or no model with this number of parameters, can reach the loss.
         """
         if loss <= self.floor:
             raise PlanError(
@@ -407,7 +412,7 @@ LAWS = (BESIROGLU, HOFFMANN)
 
 
 def extrapolated(parameters: float, tokens: float) -> str:
-    """Return a sentence on what lies outside the runs of the fit; "" if nothing does."""
+    """Return a sentence that warns about extrapolation beyond the fitted runs; "" if there is none."""
     outside = [
         f"{large(value)} {what}"
         for value, what, (least, most) in (

@@ -1,4 +1,4 @@
-"""Choice of a cluster: the best plan on every offer, the fastest and the cheapest."""
+"""Choice of a cluster: the fastest and the cheapest of several offers."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ if TYPE_CHECKING:
 
 
 T = TypeVar("T")
-# plans of each search; among equal ones, the preferred one is taken
+# number of plans that each search returns; the preferred one is used
 _TOP = 5
 
 
 @dataclass(frozen=True)
 class Option:
-    """The best plan on a number of hosts of an offer, for one payment option."""
+    """Best plan on a given number of hosts of one offer, for one payment option."""
 
     offer: Offer
     hosts: int
@@ -55,17 +55,17 @@ class Option:
 
     @property
     def cost(self) -> float:
-        """Cost of the whole training."""
+        """Cost of the whole training; 0 without a price."""
         return self.bought.cost or 0.0
 
     @property
     def words(self) -> str:
-        """The machines, for people: `8 hosts of Nebius H100 (64 devices), spot`."""
+        """Description of the machines, such as `8 hosts of Nebius H100 (64 devices), spot`."""
         spot = ", spot" if self.bought.what == "spot" else ""
         return f"{count(self.hosts, 'host')} of {self.offer.title} ({count(self.run.devices, 'device')}){spot}"
 
     def to_json(self) -> dict[str, Any]:
-        """Return the option as plain JSON values."""
+        """Return the option as a dictionary for JSON."""
         return figures(self.candidate) | {
             "offer": self.offer.title,
             "hosts": self.hosts,
@@ -81,11 +81,11 @@ class Option:
 
 @dataclass(frozen=True)
 class ClusterChoice:
-    """The answer to "which cluster?".
+    """Result of `which_cluster`: all options, and those within budget and deadline.
 
     Attributes:
-        options: all options that can run the job, for every offer and number of hosts.
-        refused: offers, or numbers of their hosts, on which no plan runs, each with the reason.
+        options: options that can run the job, for every offer and number of hosts.
+        refused: offers and numbers of hosts on which no plan can run, each with the reason.
     """
 
     job: Job
@@ -108,19 +108,19 @@ class ClusterChoice:
 
     @property
     def fastest(self) -> Option | None:
-        """The fastest option within budget and deadline; among equally fast options, the cheapest."""
+        """Fastest option within budget and deadline; None if there is none."""
         return min(self.within, key=lambda option: (option.bought.wall_s, option.cost), default=None)
 
     @property
     def cheapest(self) -> Option | None:
-        """The cheapest option within budget and deadline; among equally cheap options, the fastest."""
+        """Cheapest option within budget and deadline; None if there is none."""
         return min(self.within, key=lambda option: (option.cost, option.bought.wall_s), default=None)
 
     @property
     def as_cheap(self) -> Option | None:
-        """The fastest option among those that predictions cannot distinguish from the cheapest.
+        """Fastest option whose predicted cost cannot be distinguished from the lowest cost.
 
-        The result is None if that is the cheapest, or the fastest of all.
+        It is None if this option is the cheapest or the fastest option itself.
         """
         if (least := self.cheapest) is None:
             return None
@@ -130,17 +130,17 @@ class ClusterChoice:
 
     @property
     def error(self) -> float:
-        """Half of the widest 80 % interval of the predictions, relative to the predicted time."""
+        """Half the width of the widest 80 % interval, relative to the predicted time."""
         return max(option.run.error for option in self.options)
 
     @property
     def front(self) -> list[Option]:
-        """Pareto-optimal options in time and cost, the cheapest first."""
+        """Options that are Pareto-optimal in time and cost, the cheapest first."""
         return pareto(self.options, lambda option: (option.cost, option.bought.wall_s))
 
     @property
     def notes(self) -> list[str]:
-        """Sentences on the basis of the answer."""
+        """Sentences that state the basis of the predictions."""
         devices = [one.candidate.layout.machines.device for one in self.front]
         of_runs = [note for one in self.front for note in one.run.notes if not note.startswith(("energy", "carbon"))]
         energy = energy_notes({device.name: device.power_w for device in devices}, self.front[0].run.conditions)
@@ -148,7 +148,7 @@ class ClusterChoice:
 
     @property
     def nothing(self) -> str:
-        """Sentence on what is missing if no option is within budget and deadline."""
+        """Sentence to print if no option is within budget and deadline."""
         least = min(self.options, key=lambda option: option.cost)
         first = min(self.options, key=lambda option: option.bought.wall_s)
         return (
@@ -188,11 +188,11 @@ def which_cluster(
     """Find the best plan on every offer and a geometric range of host counts.
 
     Args:
-        calibration: factors of measured runs.
+        calibration: factors of measured runs, by which predictions are multiplied.
 
     Raises:
         JobError: the model cannot be built.
-        PlanError: no offer can run the job, or nothing states how much it trains.
+        PlanError: no offer can run the job, or neither the goal nor the job sets the amount of training.
     """
     amount = amount_of(job, trace(job, job.precision), goal)
     options: list[Option] = []
@@ -215,12 +215,12 @@ def which_cluster(
 
 
 def host_counts(most: int) -> list[int]:
-    """Return 1, 2, 4, … and the largest number itself."""
+    """Return the powers of two up to `most`, and `most` itself."""
     return sorted({*(2**i for i in range(most.bit_length())), most})
 
 
 def pareto(options: Sequence[T], place: Callable[[T], tuple[float, float]]) -> list[T]:
-    """Return the Pareto-optimal options for two figures, sorted by the first figure."""
+    """Return the options that are Pareto-optimal in two figures, sorted by the first figure."""
     front: list[T] = []
     for option in sorted(options, key=place):
         if not front or place(option)[1] < place(front[-1])[1]:
@@ -261,10 +261,10 @@ EXAMPLES = Path(__file__).with_name("offers.yaml")
 
 
 class Offer(Spec):
-    """One kind of host that can be rented.
+    """Kind of host that a provider offers.
 
     `cluster` is the name of one host, such as `8xH100-SXM, 400gbit`. `price` and `spot` are prices of one device per
-    hour. `hosts` is the largest available number.
+    hour. `hosts` is the largest available number of hosts.
     """
 
     cluster: str
@@ -296,14 +296,14 @@ class Offer(Spec):
 
     @property
     def title(self) -> str:
-        """The offer's name, or the name of its host."""
+        """Name of the offer, or else the shape of its host, such as `8xH100-SXM`."""
         return self.name or read_name(self.cluster).shape
 
     def of_hosts(self, hosts: int, failures_per_host_day: float | None = None) -> Cluster:
-        """Return the cluster with fewer of its hosts.
+        """Return a cluster of `hosts` hosts of this offer.
 
         Args:
-            failures_per_host_day: used if the offer has no rate of its own.
+            failures_per_host_day: failure rate that is used if the offer states none.
         """
         named, (_, *words) = read_name(self.cluster), self.cluster.split(",")
         text = ",".join((f"{hosts}x{named.per_host}x{named.device.name}", *words))
@@ -312,7 +312,7 @@ class Offer(Spec):
 
 
 class Offers(Spec):
-    """A list of offers, with the date of its prices and their currency."""
+    """List of offers, with the date and the currency of the prices."""
 
     offers: tuple[Offer, ...] = Field(min_length=1)
     as_of: str = ""
@@ -320,10 +320,12 @@ class Offers(Spec):
 
 
 def read_offers(file: Path) -> Offers:
-    """Read offers from YAML (`offers:`, a list) or CSV (a column for each key).
+    """Read offers from a YAML or CSV file.
+
+    A YAML file has the list `offers`. A CSV file has a column for each key.
 
     Raises:
-        ClusterError: the file cannot be read, or a key or value is wrong; the error names the line.
+        ClusterError: the file cannot be read, or a key or value is invalid; the error states the line.
     """
     if file.suffix.lower() == ".csv":
         return _from_csv(file)

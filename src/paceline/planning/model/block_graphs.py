@@ -1,4 +1,4 @@
-"""Blocks of a trace, assembled from the kernels of a forward pass."""
+"""Builder of a trace: blocks, assembled from the kernels of a forward pass."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ _Owned = dict[int, list["ParameterShape"]]
 
 
 def assembled(seen: Seen, model_info: ModelInfo, loss: str, weights: DividedWeights) -> ModelTrace:
-    """Assemble a trace with its blocks in the order of the pass.
+    """Assemble a trace from the observations of a forward pass.
 
-    Empty parts outside of blocks are left out.
+    Blocks are in the order of the pass. Parts outside of the repeated blocks are left out if they are empty.
 
     Args:
-        weights: the weights that tensor parallelism divides.
+        weights: names of the parameters that tensor parallelism divides.
     """
     owned, tied = _owned(seen, model_info)
     builder = _Builder(seen, model_info, loss, weights)
@@ -42,14 +42,15 @@ def assembled(seen: Seen, model_info: ModelInfo, loss: str, weights: DividedWeig
 
 
 def estimated(model_info: ModelInfo, tokens: int, why: str) -> ModelTrace:
-    """Estimate a trace from the parameters alone.
+    """Estimate a trace from the shapes of the parameters alone.
 
-    It assumes that every matrix is multiplied with every token once, except token tables beside the head.
+    The estimate assumes that every matrix is multiplied with every token once. Token embeddings are excluded, except
+    for the head.
     """
     names = ("", *model_info.blocks, "") if model_info.blocks else ("",)
     shapes: dict[int, list[ParameterShape]] = defaultdict(list)
     place = 0
-    # parameters registered after the first block are assumed to come after all blocks
+    # parameters that are registered after the first block are assumed to be used after all blocks
     for shape in model_info.parameters:
         place = names.index(shape.block) if shape.block else (len(names) - 1 if place else 0)
         shapes[place].append(shape)
@@ -90,14 +91,14 @@ def _estimated(kind: str, name: str, shapes: list[ParameterShape], tokens: int, 
 
 
 class _Builder:
-    """Builder of blocks from the kernels of parts.
+    """Builder of blocks from the kernels of each part of a model.
 
     Attributes:
-        kernels: kernels of each part, with their index in the whole pass.
+        kernels: kernels of each part, each with its index in the whole pass.
     """
 
     def __init__(self, seen: Seen, model_info: ModelInfo, loss: str, weights: DividedWeights) -> None:
-        # True if a part so far has trainable parameters: gradients are needed from there on
+        # True if any part so far has trainable parameters; all later parts then need gradients
         self.trained = False
         self.seen, self.samples, self.weights = seen, seen.samples, weights
         self.shapes = {shape.name: shape for shape in model_info.parameters}
@@ -108,7 +109,10 @@ class _Builder:
         self.split = divided_kernels(seen, weights, keeps_logits=loss == "cross_entropy")
 
     def block(self, part: int, shapes: list[ParameterShape]) -> BlockTrace:
-        """Build the block of a part, with the shares that tensor parallelism divides."""
+        """Build the block of a part.
+
+        Elements that tensor parallelism divides are counted separately.
+        """
         kernels, each = self.kernels[part], 1 / self.samples
         split, of_samples = self.split, self.seen.of_samples
         numbers = _sums(
@@ -154,14 +158,14 @@ class _Builder:
         )
 
     def _boundary(self, part: int) -> float:
-        """Count the elements passed out of a block, or into the next one.
+        """Count the elements that a part passes to the next part.
 
-        After the last part, there is one for each sample.
+        The last part passes one element for each sample.
         """
         return self.seen.left.get(part) or self.seen.entered.get(part + 1) or float(self.samples)
 
     def _gemms(self, kernels: list[tuple[int, Kernel]]) -> tuple[Gemm, ...]:
-        """Return the products of one sample, with those of experts merged."""
+        """Return the matrix products of one sample. Products of several experts are merged into one entry."""
         found: Counter[Gemm] = Counter()
         of_experts: dict[tuple[int, int], list[Product]] = defaultdict(list)
         for index, kernel in kernels:
@@ -198,7 +202,7 @@ class _Builder:
 
 
 def _sums(numbers: Iterable[tuple[str, float]]) -> dict[str, float]:
-    """Sum element counts by what divides the elements."""
+    """Sum element counts for each of the keys `inside`, `outside` and `fixed`."""
     found = dict.fromkeys(("inside", "outside", "fixed"), 0.0)
     for by, number in numbers:
         found[by] += number
@@ -206,9 +210,9 @@ def _sums(numbers: Iterable[tuple[str, float]]) -> dict[str, float]:
 
 
 def _kept(seen: Seen) -> dict[int, dict[int, float]]:
-    """Return the saved storages of each part with their elements.
+    """Return the storages that each part saves for the backward pass, with their sizes.
 
-    A storage that several parts need belongs to the part that creates it.
+    If several parts save the same storage, it counts for the part that creates it.
     """
     makers: dict[int, int] = {}
     for kernel in seen.kernels:
@@ -222,9 +226,9 @@ def _kept(seen: Seen) -> dict[int, dict[int, float]]:
 
 
 def _owned(seen: Seen, model_info: ModelInfo) -> tuple[_Owned, int]:
-    """Return the parameters of each part, and the number of elements in two parts.
+    """Return the parameters of each part, and the number of shared elements.
 
-    Unused parameters belong to the first part.
+    Unused parameters count for the first part.
     """
     owned: _Owned = defaultdict(list)
     begins = {name: part for part, name in reversed(list(enumerate(seen.parts))) if name}
@@ -249,7 +253,7 @@ def _kind(part: int, parts: Sequence[str]) -> str:
 
 
 def _kinds(blocks: Sequence[BlockTrace]) -> list[BlockTrace]:
-    """Number the kinds of blocks: different blocks of one kind are `layer`, `layer 2`."""
+    """Number blocks of the same kind that differ, such as `layer` and `layer 2`."""
     named: dict[int, BlockTrace] = {}
     often: Counter[str] = Counter()
     for block in blocks:
@@ -269,13 +273,13 @@ def _notes(seen: Seen) -> tuple[str, ...]:
 
 @dataclass
 class DividedKernels:
-    """Tensor parallelism of a forward pass, with kernels by their index.
+    """Tensor parallelism of a forward pass. Kernels are identified by their index.
 
     Attributes:
-        how: division of kernels with products.
-        inside: kernels that work on a rank's part of the elements.
-        storages: storages that hold only a rank's part.
-        reductions: number of collectives, by part of the model.
+        how: dimension along which each kernel's matrix product is divided.
+        inside: kernels of which each rank processes only its own part of the elements.
+        storages: storages of which each rank holds only its own part.
+        reductions: number of collectives in each part of the model.
     """
 
     how: dict[int, Divided] = field(default_factory=dict)
@@ -285,10 +289,10 @@ class DividedKernels:
 
 
 def divided_kernels(seen: Seen, weights: DividedWeights, *, keeps_logits: bool) -> DividedKernels:
-    """Divide the kernels of a forward pass from a region's columns to its rows.
+    """Divide the kernels between the column-parallel and the row-parallel layers of each region.
 
     Args:
-        keeps_logits: True if the loss works on a rank's part of the logits.
+        keeps_logits: True if the loss can use each rank's own part of the logits without gathering them.
     """
     found = DividedKernels()
     joined = weights.gathered - weights.logits if keeps_logits else weights.gathered

@@ -1,6 +1,6 @@
-"""A forward pass of a model and its loss, observed part by part.
+"""Observation of a forward pass of a model and its loss, part by part.
 
-Parts are the repeated blocks, and the modules before, between and after them.
+A part is a repeated block, or all modules before, between or after repeated blocks.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ from paceline.planning.model.recorder import map_tensors, tensors_in
 
 @dataclass
 class Pass:
-    """A forward pass and its observations.
+    """A forward pass, and what the watcher observes during it.
 
     Attributes:
-        samples: samples in the batch.
-        autocast: True for a pass in bf16.
-        error: the exception that the model's code raised.
+        samples: number of samples in the batch.
+        autocast: True for a pass under bf16 autocast.
+        error: exception raised by the model's code; None if the pass succeeded.
     """
 
     model: nn.Module
@@ -57,7 +57,7 @@ class Pass:
         self.seen.samples, self.seen.tokens = self.samples, tokens_of(self.batch)
 
     def module_of(self, error: Exception) -> str:
-        """Name of the innermost module in the traceback."""
+        """Return the name and class of the innermost module in a traceback."""
         names, found = {id(module): name for name, module in self.model.named_modules()}, "the model"
         frames = error.__traceback__
         while frames is not None:
@@ -71,7 +71,7 @@ class Pass:
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, where: Any) -> bool:
-        """Suppress exceptions of the user's code; raise paceline's own."""
+        """Store and suppress exceptions of the user's code. Paceline's own exceptions propagate."""
         if not isinstance(error, Exception) or isinstance(error, PacelineError):
             return False
         self.error = error
@@ -79,10 +79,10 @@ class Pass:
 
 
 def go_forward(forward: Pass, job: Job) -> Pass:
-    """Run the model and the job's loss forward as the engine does.
+    """Run the forward pass of a model and its loss as the engine does.
 
     Raises:
-        JobError, DataError: the loss finds an error in the job.
+        JobError, DataError: the loss detects an error in the job or its data.
     """
     model, batch = forward.model.train(), forward.batch
     loss = job.loss.build()
@@ -98,7 +98,7 @@ def go_forward(forward: Pass, job: Job) -> Pass:
 
 @contextmanager
 def _following(forward: Pass) -> Iterator[None]:
-    """Notify the watcher when a repeated block begins and ends. After each end, another part begins."""
+    """Set the watcher's `part` whenever a repeated block begins or ends."""
     hooks = []
     for name in find_blocks(forward.model):
         module = forward.model.get_submodule(name)
@@ -136,15 +136,18 @@ def _look_up(
 
 
 def _numbers(forward: Pass, tree: Any) -> float:
-    """Count the elements of the first floating-point tensor, which is passed from block to block."""
+    """Count the elements of the first floating-point tensor in `tree`.
+
+    This tensor is assumed to be the one that is passed from block to block.
+    """
     passed = (leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor) and leaf.is_floating_point())
     return next((forward.watcher.numbers(tensor) for tensor in passed), 0.0)
 
 
 def _route_evenly(forward: Pass) -> None:
-    """Route the tokens to all experts in turn, since the real routing is unknown."""
+    """Route tokens to all experts evenly, because the real routing is unknown."""
     if hasattr(forward.model, "set_experts_implementation"):
-        # the kernel of the faster implementation needs values
+        # the faster implementation has a kernel that reads values
         forward.model.set_experts_implementation("eager")  # type: ignore[operator]
     for _, module in mixtures(forward.model):
         module.forward = partial(_in_turn, forward, module.forward, module.num_experts)
@@ -153,8 +156,11 @@ def _route_evenly(forward: Pass) -> None:
 def _in_turn(
     watched: Pass, forward: Callable[..., Tensor], total: int, hidden: Tensor, index: Tensor, weights: Tensor
 ) -> Tensor:
-    """Run the experts with evenly distributed indices, which are real tensors that code may read."""
-    # a different convention from transformers and the zoo
+    """Run a mixture's experts with evenly distributed indices.
+
+    The indices are tensors with values, because the model's code may read them.
+    """
+    # the argument order differs from that of transformers and the zoo
     if index.is_floating_point():
         return forward(hidden, index, weights)
     routed, part = watched.seen.routed, watched.watcher.part
@@ -172,20 +178,20 @@ _Found = list[tuple[str, nn.Module]]
 
 
 def find_blocks(model: nn.Module) -> list[str]:
-    """Return the names of a model's repeated blocks, in registration order, without nesting.
+    """Return the names of a model's repeated blocks in registration order. Blocks are never nested.
 
-    Blocks are at least two modules of the same class in lists (`ModuleList`, `Sequential`, children such as `layer1`,
-    `layer2`), each with at least two weight matrices: the layers of a transformer, or the residual layers in the stages
-    of a ResNet. If the items of a list only hold lists of blocks, they are stages, and the blocks inside them are
-    taken. Experts of a mixture are parts of their block; they are recognised by the word "expert" in the name of their
-    list.
+    Blocks are two or more modules of the same class in lists, each with at least two weight matrices. Examples are the
+    layers of a transformer and the residual layers in the stages of a ResNet. A list is a `ModuleList`, a `Sequential`,
+    or children such as `layer1`, `layer2`. If the items of a list contain only lists of blocks, the items are stages,
+    and the blocks inside them are returned. Experts of a mixture belong to their block. They are recognised by the word
+    "expert" in the name of their list.
 
-    A model without such blocks falls back to its single layers with a weight matrix, as in `Sequential(Linear, Tanh,
-    Linear)`, if those in lists hold at least half of its parameters. Such layers allow cuts of a pipeline; activations
-    and norms stay between them.
+    If a model has no such blocks, single layers with a weight matrix are returned, as in `Sequential(Linear, Tanh,
+    Linear)`. This requires that layers in lists contain at least half of the model's parameters. A pipeline can be cut
+    at such layers.
 
-    The function runs no forward pass and reads no weight, so it works on the meta device. It returns [] if nothing
-    repeats.
+    The function runs no forward pass and reads no weights, so it works on the meta device. The result is [] if no
+    module is repeated.
     """
     blocks = _repeated(list(_in_lists(model, "", matrices=2)))
     if not blocks:
@@ -196,10 +202,11 @@ def find_blocks(model: nn.Module) -> list[str]:
 
 
 def mixtures(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Find the modules that hold all experts of a mixture in one tensor.
+    """Yield the modules that hold all experts of a mixture in one tensor.
 
-    The result has their names. Such a module has `num_experts` of two or more. Each of its own parameters has three
-    dimensions, with `num_experts` as dim 0. It is called with tokens, expert indices and weights.
+    Such a module has an attribute `num_experts` of at least two. Dim 0 of each of its own parameters has the size
+    `num_experts`, and at least one parameter has three dimensions. The module is called with tokens, expert indices and
+    weights.
     """
     return ((name, module) for name, module in model.named_modules() if _is_experts(module))
 
@@ -224,9 +231,9 @@ def submodules(model: nn.Module, names: Sequence[str]) -> list[nn.Module]:
 
 
 def _in_lists(module: nn.Module, prefix: str, *, matrices: int) -> Iterator[tuple[str, nn.Module]]:
-    """Find outermost list items with at least `matrices` weight matrices.
+    """Yield the outermost list items that have at least `matrices` weight matrices.
 
-    If items are stages, the blocks inside them are returned instead.
+    If an item is a stage, the blocks inside it are yielded instead.
     """
     listed = _listed(module)
     # a module that is registered twice is yielded once
@@ -240,17 +247,18 @@ def _in_lists(module: nn.Module, prefix: str, *, matrices: int) -> Iterator[tupl
 
 
 def _listed(module: nn.Module) -> set[str]:
-    """Return the names of the children that form a list: `0`, `1`, …, or `layer1`, `layer2`, …."""
+    """Return the names of the children that form a list, such as `layer1`, `layer2`."""
     stems = {name: found[1] for name in _with_parameters(module) if (found := _NUMBERED.fullmatch(name))}
     often = Counter(stems.values())
     return {name for name, stem in stems.items() if not stem or often[stem] > 1}
 
 
 def _is_stage(item: nn.Module) -> bool:
-    """True if a list item is a stage rather than a block.
+    """True if a list item is a stage of several blocks rather than a block.
 
-    A stage has one list of blocks, and otherwise only modules that connect stages. A transformer's block has its own
-    norms or gates. The list in a residual layer holds single layers, the list in a block of T5 holds different ones.
+    A stage has one list of blocks, and otherwise only modules that connect stages. Blocks differ from stages: a
+    transformer's block has its own norms or gates, the list in a residual layer contains single layers, and the list in
+    a block of T5 contains modules of different classes.
     """
     if _is_list_of_blocks(item):
         return True
@@ -290,10 +298,10 @@ def _parameters(found: _Found) -> int:
 
 
 def batch_of(job: Job, samples: int, device: str = "meta") -> Batch:
-    """Return `samples` empty samples, as the job's data set would return them.
+    """Return a batch with the shapes of the job's data, but without values.
 
     Raises:
-        DataError, JobError: a sample must be read, but cannot be.
+        DataError, JobError: the shapes are known only from a sample, and no sample can be read.
     """
     sample = _collated_sample(job) if job.data.collate is not None else _sample(job)
     if isinstance(sample, Mapping):
@@ -302,7 +310,10 @@ def batch_of(job: Job, samples: int, device: str = "meta") -> Batch:
 
 
 def with_values(batch: Batch) -> Batch:
-    """Copy a batch with values: zeros for integers, ones for masks, small numbers otherwise."""
+    """Return a copy of a batch with values.
+
+    Integers are 0, masks are 1, and floating-point values are random numbers in [0, 1).
+    """
 
     def real(part: Tensor, name: str = "") -> Tensor:
         if part.is_floating_point():
@@ -315,7 +326,7 @@ def with_values(batch: Batch) -> Batch:
 
 
 def tokens_of(batch: Batch) -> int:
-    """Return the length of the batch's sequences; 1 if the model reads none."""
+    """Return the length of the sequences in a batch; 1 without sequences of tokens."""
     first = (
         next((part for name, part in batch.items() if name == "input_ids"), None)
         if isinstance(batch, Mapping)
@@ -342,7 +353,7 @@ def _sample(job: Job) -> Any:
 
 
 def _collated_sample(job: Job) -> Any:
-    """Collate one sample with the job's own function, without the batch dimension."""
+    """Return one sample, collated with the job's own function, without the batch dimension."""
     data: Any = job.data.build(input_shape=job.model.input_shape(), seed=job.seed).train
     try:
         batch = data.collate_fn(data.__getitems__([0]))
@@ -371,17 +382,17 @@ _ATTENTION = torch.nn.functional.scaled_dot_product_attention
 _ROOTS = (_aten.mm, _aten.addmm, _aten.bmm, _aten.baddbmm)
 _CONVOLUTIONS = (_aten.convolution, _aten._convolution, _aten.cudnn_convolution)
 _FREE = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_local_scalar_dense", "resize_"}
-# assumed results of queries for values
+# assumed results of operations on which the model's code branches
 _EXPECTED = {"all": True, "isfinite": True, "any": False, "isnan": False, "isinf": False}
 _LOOK_UPS = {"embedding", "_embedding_bag", "index", "index_select", "gather"}
 
 
 class Watcher:
-    """Watcher of a forward pass; the caller sets `part`.
+    """Watcher of the operations in a forward pass. The caller sets `part`.
 
     Args:
-        model: the model, whose parameters are distinguished from activations.
-        unit: bytes of one element in counts; None uses the size of the model's parameters.
+        model: model whose parameters are distinguished from activations.
+        unit: size of one counted element in bytes; None uses the element size of the model's parameters.
     """
 
     def __init__(self, model: nn.Module, unit: int | None = None) -> None:
@@ -392,7 +403,7 @@ class Watcher:
         self.seen.names.update({_storage(p): name for name, p in model.named_parameters()})
         self.shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
         self._buffers = set(map(_storage, model.buffers()))
-        # storages that depend on parameters
+        # storages whose content depends on parameters
         self._learned = set(self._parameters)
         # keeps storages alive, so that no address is reused
         self._all: list[Tensor] = []
@@ -400,7 +411,7 @@ class Watcher:
 
     @contextmanager
     def watching(self, batch: Any) -> Iterator[None]:
-        """Watch the operations on a batch in this context, and the tensors saved for backward."""
+        """Watch all operations and the tensors that they save for the backward pass."""
         for tensor in tensors_in(batch):
             self.seen.of_samples.add(_storage(tensor))
         with ExitStack() as stack:
@@ -412,9 +423,9 @@ class Watcher:
             yield
 
     def numbers(self, tensor: Tensor) -> float:
-        """Count stored elements, in units of the model's parameter size.
+        """Count the stored elements of a tensor, in units of `unit` bytes.
 
-        Broadcast dimensions count once.
+        A broadcast dimension counts as one element.
         """
         return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes()) / self.unit
 
@@ -436,7 +447,10 @@ class Watcher:
     def note_attention(
         self, given: tuple[Tensor, ...], made: tuple[Tensor, ...], *, causal: bool, dropout: bool
     ) -> None:
-        """Record attention as one kernel: its products, and the traffic of unfused scores."""
+        """Record attention as one kernel with two matrix products.
+
+        The kernel also has the memory traffic that attention scores would cause without fusion.
+        """
         query, key, value, *_ = given
         *lead, rows, width = query.shape
         heads, columns, out = prod(lead), key.shape[-2], value.shape[-1]
@@ -454,7 +468,7 @@ class Watcher:
         self.seen.kernels.append(seen)
 
     def _follow(self, reads: tuple[int, ...], writes: tuple[int, ...]) -> None:
-        """Propagate the parameters and samples from which results are computed."""
+        """Propagate dependencies on parameters and samples from the inputs to the results."""
         if not self._learned.isdisjoint(reads):
             self._learned.update(writes)
         named = [name for storage in reads if (name := self.seen.name_of(storage))]
@@ -493,7 +507,7 @@ class Watcher:
         return Product(rows, n, k, batch or 1, flops=flops)
 
     def _of_images(self, image: Tensor, weight: Tensor, result: Tensor, flops: float) -> Product:
-        """Return a convolution as a product of all positions of the result with the kernel."""
+        """Return a convolution as a matrix product, whose rows are the positions of the result."""
         k, name = prod(weight.shape[1:]), self.seen.name_of(_storage(weight))
         rows = result.numel() / max(result.shape[1], 1)
         n = max(1, round(flops / (2.0 * max(rows * k, 1))))
@@ -505,7 +519,7 @@ class Watcher:
         return _storage(tensor) not in self._learned
 
     def _touched(self, name: str, given: list[Tensor], results: list[Tensor]) -> float:
-        """Count elements read and written; for a look-up, only the looked-up rows."""
+        """Count the elements that an operation reads and writes. A look-up reads only the looked-up rows."""
         written = sum(map(self.numbers, results))
         return written + (written if name in _LOOK_UPS else sum(map(self.numbers, given)))
 
@@ -517,9 +531,10 @@ class Watcher:
         return tensor
 
     def _answer(self, dtype: torch.dtype) -> bool | int | float:
-        """Answer a query of a tensor without a value.
+        """Return an assumed value for a tensor without data whose value the model's code reads.
 
-        The usual answer is given (`all` is True, `any` is False), else 1.
+        The value is the usual result of the last operation if one is known, such as True for `all` and False for `any`.
+        Otherwise it is False for Booleans and 1 for numbers.
         """
         last = self.seen.kernels[-1].name if self.seen.kernels else ""
         if dtype == torch.bool and last in _EXPECTED:
@@ -532,7 +547,7 @@ class Watcher:
 
 
 class _Attention(TorchFunctionMode):
-    """Function mode that keeps attention whole, which torch would decompose on the meta device."""
+    """Function mode that records attention as one operation. Torch would decompose it on the meta device."""
 
     def __init__(self, watcher: Watcher) -> None:
         super().__init__()
@@ -548,7 +563,7 @@ class _Attention(TorchFunctionMode):
 
 @contextmanager
 def _attention_of_torch(watcher: Watcher) -> Iterator[None]:
-    """Replace attention for torch's own modules, whose calls bypass the function mode."""
+    """Replace torch's attention function, because calls by torch's own modules bypass the function mode."""
     torch.nn.functional.scaled_dot_product_attention = partial(_fused, watcher)
     try:
         yield
@@ -558,7 +573,7 @@ def _attention_of_torch(watcher: Watcher) -> Iterator[None]:
 
 @contextmanager
 def _autocast_without_memory() -> Iterator[None]:
-    """Allow code to leave autocast on the meta device, for which torch has no autocast."""
+    """Allow code to disable autocast on the meta device, which has no autocast."""
     autocast = torch.autocast.__init__
 
     def of_any_device(self: Any, device_type: str, *args: Any, **kwargs: Any) -> None:
@@ -572,7 +587,7 @@ def _autocast_without_memory() -> Iterator[None]:
 
 
 def _fused(watcher: Watcher, query: Tensor, key: Tensor, value: Tensor, *more: Any, **named: Any) -> Tensor:
-    """Run `scaled_dot_product_attention` in autocast's precision, as one fused kernel."""
+    """Run `scaled_dot_product_attention` as one fused kernel, in the precision of autocast."""
     if torch.is_autocast_enabled("cpu"):
         narrow = torch.get_autocast_dtype("cpu")
         query, key, value = query.to(narrow), key.to(narrow), value.to(narrow)
@@ -583,7 +598,7 @@ def _fused(watcher: Watcher, query: Tensor, key: Tensor, value: Tensor, *more: A
 
 
 class _Fused(Function):
-    """Attention without stored scores (Dao et al., 2022, arXiv:2205.14135)."""
+    """Attention that does not store its scores (Dao et al., 2022, arXiv:2205.14135)."""
 
     @staticmethod
     def forward(
@@ -617,7 +632,7 @@ class _Fused(Function):
 
 
 def _on_one_device(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Move real arguments, such as token indices, to meta if other arguments are on meta."""
+    """Move all arguments to meta if some of them are on meta."""
     if len({tensor.is_meta for tensor in tensors_in((args, kwargs))}) < 2:
         return args, kwargs
     moved: tuple[tuple[Any, ...], dict[str, Any]] = map_tensors(

@@ -1,4 +1,4 @@
-"""Trace of a model on one sample: products, other kernels, parameters and activations by block."""
+"""Trace of a model: matrix products, other kernels, parameters and activations of each block."""
 
 from __future__ import annotations
 
@@ -15,20 +15,22 @@ Divided = Literal["rows", "n", "k", "batch", "none"]
 
 @dataclass(frozen=True)
 class Gemm:
-    """Matrix products in one forward pass: (rows × k) · (k × n), repeated `times` times.
+    """Equal matrix products (rows × k) · (k × n) in one forward pass.
 
     Attributes:
-        rows: rows of one sample. If k × n is a weight, the rows of all samples of a microbatch form one product.
-        n, k: the width of the result and the summed dimension.
-        batch: products per sample if both operands are activations, such as heads in attention; 0: k × n is a weight.
-        divided: the dimension that tensor parallelism divides; `none`: every tp rank computes all of it.
-        times: number of such products.
-        experts: number of experts' weights among which the rows are distributed; 0: one weight.
-        causal: True if only half of the result is needed (attention with a causal mask).
-        read: elements of the left operand if they differ from rows × k, as for the image that a convolution reads; else
-            0.
-        taps: positions of a convolution's kernel, each of k / taps channels; else 1.
-        data: True if the left operand depends on the batch alone: it needs no gradient.
+        rows: number of rows of one sample. If the right operand is a weight, the rows of all samples in a microbatch
+            form one product.
+        n, k: width of the result, and size of the summed dimension.
+        batch: number of products per sample if both operands are activations, such as heads in attention; 0 means that
+            the right operand is a weight.
+        divided: dimension that tensor parallelism divides; `none` means that every tp rank computes the whole product.
+        times: number of equal products.
+        experts: number of experts over whose weights the rows are distributed; 0 means a single weight.
+        causal: True if a causal mask hides half of the result.
+        read: number of elements in the left operand if it differs from rows × k, as for the image of a convolution;
+            else 0.
+        taps: number of positions in the kernel of a convolution, each with k / taps channels; 1 for other products.
+        data: True if the left operand depends only on the batch, and therefore needs no gradient.
     """
 
     rows: float
@@ -45,43 +47,46 @@ class Gemm:
 
     @property
     def flops(self) -> float:
-        """Forward FLOPs of one sample: two for each multiplication.
+        """Forward FLOPs of one sample. A multiply-add counts as two FLOPs.
 
-        Score matrices count as a whole, even if causal.
+        Attention scores count as a whole even under a causal mask.
         """
         return 2.0 * self.rows * self.n * self.k * max(self.batch, 1) * self.times
 
 
 @dataclass(frozen=True)
 class BlockTrace:
-    """A part of the model that stays together, such as a layer of a transformer.
+    """Part of a model that pipeline stages never divide, such as a transformer layer.
 
     The parts before, between and after the repeated blocks are blocks as well. Activations are counted in elements per
-    sample, not in bytes: `precision` determines the size of one; one-byte masks count as fractions.
+    sample, because their bytes depend on the precision. One-byte masks count as fractions of an element.
 
     Attributes:
-        kind: equal for blocks that cost the same, such as `layer`, `embedding`, `head`.
-        name: name of the module, or of the first of several.
-        gemms: its matrix products.
-        inside: elements that the other kernels read and write in the forward pass, as far as tp divides them.
-        outside: the same for elements that only sequence parallelism divides: norms, residuals.
-        scores: elements of the attention scores that the other kernels read and write; a fused attention kernel has
-            none.
-        kept_inside, kept_outside, kept_scores: elements saved for the backward pass, divided in the same way.
-        fixed: elements that other kernels read and write once per microbatch, independent of its samples: weights that
-            autocast casts, positions, masks.
-        kept_fixed: the part of `fixed` that is saved for the backward pass.
-        selective_inside, selective_outside: elements that remat=selective keeps besides the block's input, divided as
-            `kept_` ones: results of products with weights and of fused attention; both 0 if unknown.
-        kernels: kernels launched in the forward pass, including products.
-        matrices, vectors, experts: parameters that tp divides, parameters that it does not divide, and parameters of
-            experts (divided by ep).
-        boundary: elements per sample passed to the next block, which pp sends and remat=block keeps.
-        reductions: all-reduces of `reduced` over tp in the forward pass; the backward pass has as many.
-        keys: elements of keys and values per sample, which context parallelism passes around; 0 if there are none, or
+        kind: name that equal blocks share, such as `layer`, `embedding` or `head`.
+        name: name of the module, or of the first of several equal modules.
+        gemms: matrix products of the block.
+        inside: elements that other kernels read and write in the forward pass, and that tp divides.
+        outside: elements that other kernels read and write, and that only sequence parallelism divides, such as those
+            of norms and residuals.
+        scores: elements of attention scores that other kernels read and write if attention is not fused.
+        kept_inside, kept_outside, kept_scores: elements saved for the backward pass, divided like `inside`, `outside`
+            and `scores`.
+        fixed: elements that other kernels read and write once per microbatch, whatever its number of samples, such as
+            weights that autocast casts, positions and masks.
+        kept_fixed: elements in `fixed` that are saved for the backward pass.
+        selective_inside, selective_outside: elements that remat=selective keeps besides the block's input, divided like
+            `inside` and `outside`. They are results of matrix products with weights and of fused attention. Both are 0
             if unknown.
-        routed: elements per sample sent to experts, one way.
-        trained: True if it has a backward pass.
+        kernels: number of kernels launched in the forward pass, including those of matrix products.
+        matrices, vectors, experts: numbers of parameters that tp divides, that tp does not divide, and that belong to
+            experts (divided by ep).
+        boundary: elements per sample passed to the next block. The pipeline sends them, and remat=block keeps them.
+        reductions: number of tp all-reduces in the forward pass, each of `reduced` elements; the backward pass has the
+            same number.
+        keys: elements of keys and values per sample, which context parallelism exchanges; 0 if there are none, or if
+            unknown.
+        routed: elements per sample that are sent to experts, in one direction.
+        trained: True if the block has a backward pass.
     """
 
     kind: str
@@ -119,7 +124,7 @@ class BlockTrace:
 
     @property
     def parameters(self) -> int:
-        """Number of all parameters."""
+        """Total number of parameters."""
         return self.matrices + self.vectors + self.experts
 
     @cached_property
@@ -129,10 +134,10 @@ class BlockTrace:
 
     @cached_property
     def reduced(self) -> float:
-        """Elements of a sample in one reduction over tp.
+        """Elements per sample in one tp all-reduce.
 
-        It is the mean result of products whose summed dimension tp divides. In a layer it equals `boundary`; in a model
-        without repeated layers it may be far more.
+        The value is the mean size of the results of products whose summed dimension tp divides. In a layer it equals
+        `boundary`. In a model without repeated layers it may be much larger.
         """
         sums = [gemm for gemm in self.gemms if gemm.divided == "k" and not gemm.batch and not gemm.experts]
         wide = sum(gemm.rows * gemm.n * gemm.times for gemm in sums) / max(sum(gemm.times for gemm in sums), 1)
@@ -141,9 +146,9 @@ class BlockTrace:
 
 @dataclass(frozen=True)
 class SparseTable:
-    """A table of embeddings whose gradients are sparse.
+    """Embedding table whose gradients are sparse.
 
-    `ids` of its rows are looked up for each sample.
+    `ids` is the number of rows that each sample looks up.
     """
 
     rows: int
@@ -151,21 +156,22 @@ class SparseTable:
     ids: float
 
     def touched(self, samples: float) -> float:
-        """Return the largest count of numbers in the rows that the samples look up."""
+        """Return the maximum number of elements in the rows that `samples` samples look up."""
         return min(self.rows, samples * self.ids) * self.width
 
 
 @dataclass(frozen=True)
 class ModelTrace:
-    """A model, block by block in the order of the forward pass.
+    """Trace of a model: its blocks in the order of the forward pass.
 
     Attributes:
-        blocks: the blocks; equal ones are the same object, or compare equal.
-        tokens: tokens of one sample; 1 if it is not a sequence. Context parallelism divides them.
-        tied: parameters that two blocks share (an embedding that is also the head) and that count in both.
-        names: module name of each of `blocks`, `""` outside of repeated blocks; () if there is no module.
+        blocks: blocks of the model. Equal blocks compare equal.
+        tokens: number of tokens of one sample, which context parallelism divides; 1 if a sample is not a sequence.
+        tied: number of parameters that two blocks share and that therefore count twice, such as an embedding that is
+            also the head.
+        names: module name of each block, `""` outside of repeated blocks; () if the trace does not come from a module.
         notes: sentences on facts that could not be determined.
-        sparse: tables with sparse gradients.
+        sparse: embedding tables with sparse gradients.
     """
 
     blocks: tuple[BlockTrace, ...]
@@ -185,7 +191,7 @@ class ModelTrace:
 
     @cached_property
     def parameters(self) -> int:
-        """Number of parameters; tied ones count once."""
+        """Number of parameters. Tied parameters count once."""
         return sum(block.parameters for block in self.blocks) - self.tied
 
     @cached_property
@@ -200,7 +206,7 @@ class ModelTrace:
 
     @cached_property
     def memo(self) -> dict[Any, Any]:
-        """Cache of the memory model's intermediate results."""
+        """Cache for intermediate results of the memory model."""
         return {}
 
     def __iter__(self) -> Iterator[BlockTrace]:
@@ -217,16 +223,17 @@ _KINDS = {
 
 
 class Layer(NamedTuple):
-    """Parts of one layer.
+    """Composition of one transformer layer.
 
     Attributes:
-        kind: kind of its block.
+        kind: kind of the layer's block.
         mixer: `attention`, `mamba`, `delta` or "".
         feed_forward: `dense`, `mixture` or "".
-        window: tokens that attention reaches back over; 0: all.
-        cross: True if it attends to an encoder's tokens as well.
-        encodes: True if it is part of an encoder.
-        joins: True if it predicts a further token from the last layer's output and the next token's embedding.
+        window: number of preceding tokens to which a token attends; 0 means all.
+        cross: True if the layer also attends to the tokens of an encoder.
+        encodes: True if the layer is part of an encoder.
+        joins: True if the layer combines the last layer's output with the next token's embedding, to predict an
+            additional token.
     """
 
     kind: str
@@ -239,18 +246,18 @@ class Layer(NamedTuple):
 
     @property
     def parts(self) -> int:
-        """Number of parts, each with a norm and a residual."""
+        """Number of sublayers, each with a norm and a residual connection."""
         return bool(self.mixer) + bool(self.feed_forward) + self.cross
 
 
 class Weight(NamedTuple):
-    """The weight of a product, `out` × `into`.
+    """Weight matrix of a product, of shape `out` × `into`.
 
     Attributes:
-        divided: the side that tensor parallelism divides; `none`: every rank has the whole weight.
+        divided: dimension that tensor parallelism divides; `none` means that every rank holds the whole weight.
         bias: True if the product has a bias.
-        experts: number of experts, each with its own weight; 0: it belongs to no expert.
-        source: True if it is applied to an encoder's tokens.
+        experts: number of experts that each have such a weight; 0 means that the weight belongs to no expert.
+        source: True if the weight is applied to the tokens of an encoder.
     """
 
     name: str
@@ -263,26 +270,26 @@ class Weight(NamedTuple):
 
     @property
     def numel(self) -> int:
-        """Number of elements, of one expert."""
+        """Number of elements of the weight, or of one expert's weight."""
         return self.out * self.into
 
 
 def encoder_layers(d: Dimensions) -> tuple[Layer, ...]:
-    """Yield the layers of the encoder, if there is one."""
+    """Return the layers of the encoder, or () without an encoder."""
     return (Layer("encoder", encodes=True),) * d.encoder_layers
 
 
 def layers(d: Dimensions) -> tuple[Layer, ...]:
-    """Yield the layers of the model, or of its decoder."""
+    """Return the layers of the model; of an encoder-decoder, those of the decoder."""
     if d.pattern is not None:
         return tuple(_of_letter(d, letter) for letter in d.pattern)
     return tuple(_of_index(d, index) for index in range(d.layers))
 
 
 def further_layers(d: Dimensions) -> tuple[Layer, ...]:
-    """Return layers that predict further tokens.
+    """Return the layers that predict additional tokens (multi-token prediction).
 
-    Each is like the last layer, with attention and a feed-forward part.
+    Each of these layers is like the last layer, with attention and a feed-forward part.
     """
     last = layers(d)[-1]
     if d.pattern is not None:
@@ -291,7 +298,7 @@ def further_layers(d: Dimensions) -> tuple[Layer, ...]:
 
 
 def weights(d: Dimensions, layer: Layer) -> tuple[Weight, ...]:
-    """Yield the weights of a layer's products, in the order of use."""
+    """Return the weights of a layer's matrix products, in the order of use."""
     found: list[Weight] = []
     if layer.joins:
         found.append(Weight("join", d.hidden, 2 * d.hidden, "n"))
@@ -311,7 +318,7 @@ def weights(d: Dimensions, layer: Layer) -> tuple[Weight, ...]:
 
 
 def vectors(d: Dimensions, layer: Layer) -> tuple[tuple[str, int], ...]:
-    """Yield names and sizes of a layer's norms, biases and other vectors."""
+    """Return the names and sizes of a layer's norms, biases and other vectors."""
     norms = [name for name, there in (("attention", layer.mixer), ("cross_attention", layer.cross)) if there]
     norms += ["mlp"] if layer.feed_forward and not (d.parallel and layer.mixer) else []
     norms += ["embedding", "output"] if layer.joins else []
@@ -332,7 +339,7 @@ def vectors(d: Dimensions, layer: Layer) -> tuple[tuple[str, int], ...]:
 
 
 def norm(name: str, d: Dimensions) -> Iterator[tuple[str, int]]:
-    """Return names and sizes of a norm's parameters."""
+    """Return the names and sizes of a norm's parameters."""
     yield f"{name}.weight", d.hidden
     if d.biased:
         yield f"{name}.bias", d.hidden
@@ -359,7 +366,7 @@ def _of_index(d: Dimensions, index: int) -> Layer:
 
 
 def key_value_weights(d: Dimensions, layer: Layer) -> int:
-    """Count the weights of a layer that compute keys and values."""
+    """Return the number of weights of a layer that compute keys and values."""
     attentions = (layer.mixer == "attention") + layer.cross
     return attentions * 2 * d.key_value_heads * d.head_width * d.hidden
 
@@ -424,9 +431,9 @@ def _mixture(d: Dimensions) -> Iterator[Weight]:
 
 @dataclass
 class Product:
-    """A matrix product as computed: (batch ×) rows × k times k × n.
+    """Observed matrix product of a (rows × k) and a (k × n) matrix, or a batch of such products.
 
-    `weight` is the parameter that contains k × n.
+    `weight` is the name of the parameter that is the right operand.
     """
 
     rows: float
@@ -446,16 +453,17 @@ class Product:
 
 @dataclass
 class Kernel:
-    """One kernel; for attention, the two products and the softmax together.
+    """Observed kernel. Attention is one kernel with two products and the softmax.
 
     Attributes:
-        part: index of the part of the model that launched it.
-        numbers: elements that it reads and writes; 0 for products.
-        fixed: True if it does not process samples, so that its cost is independent of their number.
-        reads, writes: storages.
-        made: elements in its results.
-        keys: elements of keys and values, for attention.
-        scores: elements of attention scores that it would read and write, and keep, if it were not fused.
+        part: index of the part of the model that launched the kernel.
+        numbers: elements that the kernel reads and writes; 0 for matrix products.
+        fixed: True if the cost of the kernel does not depend on the number of samples.
+        reads, writes: identifiers of the storages that the kernel reads and writes.
+        made: elements in the results of the kernel.
+        keys: elements of keys and values in attention.
+        scores: elements of attention scores that would be read and written without fusion.
+        kept_scores: elements of attention scores that would be kept without fusion.
     """
 
     name: str
@@ -473,25 +481,25 @@ class Kernel:
 
 @dataclass
 class Seen:
-    """Observations of a whole forward pass.
+    """Observations of a forward pass.
 
-    Parts are the repeated blocks, and the modules before, between and after them.
+    A part is a repeated block, or all modules before, between or after repeated blocks.
 
     Attributes:
-        samples: samples in the batch.
-        tokens: length of the batch's sequences; 1 if the model reads none.
-        parts: name of each part of the model in the order of the pass; `""` outside of repeated blocks.
-        entered: elements that each repeated block received.
-        left: elements that each repeated block returned.
-        kernels: kernels in order.
-        kept: for each storage that the backward pass needs, its elements and the parts that saved it.
-        routed: for each part, elements sent to experts.
-        used: for each parameter, the parts that read it.
-        asked: types of modules whose code read values that do not exist.
+        samples: number of samples in the batch.
+        tokens: length of the sequences in the batch; 1 if the batch has no sequences of tokens.
+        parts: name of each part in the order of the pass; `""` outside of repeated blocks.
+        entered: number of elements that each repeated block receives.
+        left: number of elements that each repeated block returns.
+        kernels: kernels in the order of the pass.
+        kept: for each storage saved for the backward pass, its number of elements and the parts that save it.
+        routed: for each part, number of elements that are sent to experts.
+        used: for each parameter, the parts that read the parameter.
+        asked: class names of modules whose code reads values of tensors without data.
         of_samples: storages whose content depends on the batch.
-        ids: for each table with sparse gradients, by module name, its rows and width, and the number of ids looked up
-            per sample.
-        names: for each storage that holds a parameter, or depends on parameters alone, the parameter's name.
+        ids: for each embedding module with sparse gradients, its rows, its width, and the number of rows that a sample
+            looks up.
+        names: for each storage that holds a parameter or is computed only from parameters, the name of the parameter.
     """
 
     samples: int = 1
@@ -509,5 +517,5 @@ class Seen:
     names: dict[int, str] = field(default_factory=dict)
 
     def name_of(self, storage: int) -> str:
-        """Return the name of the parameter that a storage holds or was computed from, or ""."""
+        """Return the parameter that a storage holds or is computed from; else ""."""
         return self.names.get(storage, "")

@@ -1,4 +1,4 @@
-"""Builder of a trace from a sequence of convolutions, norms and pools."""
+"""Builder of traces of image models from convolutions, norms and pools, and known models."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from paceline.planning.model.graph import BlockTrace, Gemm, ModelTrace
 
 
 class ImageBuilder:
-    """Trace of an image model under construction.
+    """Builder of the trace of an image model.
 
-    Elements count as the kernels of a training step move them. A batch norm reads its input twice and writes once; an
-    activation or a pool reads and writes once; a convolution's own operands are in its `Gemm`. The inputs of
-    convolutions, norms and pools are kept for the backward pass, each once.
+    Elements are counted each time that a kernel of a training step reads or writes them. A batch norm reads its input
+    twice and writes once. An activation or a pool reads and writes once. The operands of a convolution are counted in
+    its `Gemm`. The inputs of convolutions, norms and pools are kept for the backward pass, each of them once.
 
     Attributes:
-        channels, size: shape of one image at the current position.
+        channels, size: shape of one image at the current position in the model.
     """
 
     def __init__(self, channels: int, size: Sequence[int]) -> None:
@@ -28,7 +28,7 @@ class ImageBuilder:
 
     @property
     def elements(self) -> float:
-        """Number of elements of one image at the current position."""
+        """Number of elements of one image at the current position in the model."""
         return float(self.channels * prod(self.size))
 
     def convolution(
@@ -42,7 +42,7 @@ class ImageBuilder:
         bias: bool = False,
         padded: bool = True,
     ) -> ImageBuilder:
-        """Add a convolution, and its norm and activation."""
+        """Add a convolution with its norm and activation."""
         read = self.elements
         size = tuple((side if padded else side - kernel + 1) for side in self.size)
         self.size = tuple(-(-side // stride) for side in size)
@@ -65,7 +65,7 @@ class ImageBuilder:
     def linear(self, out: int, rows: int = 1, bias: bool = True) -> ImageBuilder:
         """Add a product with a weight.
 
-        Each of `rows` is a vector with an equal part of the current elements.
+        The current elements are divided evenly into `rows` vectors.
         """
         into = round(self.elements / rows)
         self._gemms.append(Gemm(float(rows), out, into))
@@ -87,7 +87,7 @@ class ImageBuilder:
         return self._moved(2 * self.elements, kept=0.0)
 
     def pool(self, kernel: int = 2, stride: int = 2, padded: bool = False) -> ImageBuilder:
-        """Add a pool over squares of elements."""
+        """Add a pooling layer with a square window."""
         before = self.elements
         reach = 0 if padded else kernel - stride
         self.size = tuple(-(-(side - reach) // stride) for side in self.size)
@@ -100,7 +100,7 @@ class ImageBuilder:
         return self._moved(before + self.elements, kept=self.elements)
 
     def excited(self, reduced: int) -> ImageBuilder:
-        """Add squeeze and excitation: two products of all channels' means scale each channel."""
+        """Add squeeze and excitation, in which two products of the channel means scale each channel."""
         for out, into in ((reduced, self.channels), (self.channels, reduced)):
             self._gemms.append(Gemm(1.0, out, into))
             self._matrices += out * into
@@ -111,7 +111,7 @@ class ImageBuilder:
     def products(
         self, gemms: Sequence[Gemm], vectors: int, moved: float, kept: float, kernels: int, scores: float = 0.0
     ) -> ImageBuilder:
-        """Add products of any kind, with the traffic and saved elements of surrounding kernels."""
+        """Add matrix products and the kernels around them."""
         self._gemms += gemms
         self._matrices += sum(gemm.n * gemm.k * gemm.times for gemm in gemms if not gemm.batch)
         self._vectors += vectors
@@ -122,15 +122,15 @@ class ImageBuilder:
         return self
 
     def widened(self) -> ImageBuilder:
-        """Double each side by repeating elements."""
+        """Double both sides of the image by repeating elements."""
         before = self.elements
         self.size = tuple(2 * side for side in self.size)
         return self._moved(before + self.elements, kept=0.0)
 
     def plus(self, other: Callable[[ImageBuilder], object] | None, activation: bool = True) -> ImageBuilder:
-        """Add the result of another path from the block's input.
+        """Add the result of a second path that starts at the block's input.
 
-        None is the input itself.
+        If the path is None, the block's input itself is added.
         """
         channels, size = self.channels, self.size
         if other is not None:
@@ -141,12 +141,12 @@ class ImageBuilder:
         return self._moved(2 * self.elements, kept=self.elements) if activation else self
 
     def joined(self, channels: int) -> ImageBuilder:
-        """Concatenate channels from an earlier layer."""
+        """Concatenate channels from an earlier layer to the current channels."""
         self.channels += channels
         return self._moved(2 * self.elements, kept=self.elements)
 
     def close(self, kind: str = "layer") -> ImageBuilder:
-        """End a block."""
+        """End the current block."""
         block = BlockTrace(
             kind=kind,
             gemms=tuple(self._gemms),
@@ -165,7 +165,7 @@ class ImageBuilder:
         return self
 
     def trace(self, classes: int = 0) -> ModelTrace:
-        """Return the whole model, with a loss over classes or over each element."""
+        """Return the trace of the whole model, including its loss."""
         loss = float(classes) or self.elements
         head = replace(self._blocks.pop(), kind="head", inside=6.0 * loss, kept_inside=3.0 * loss, boundary=1.0)
         return ModelTrace((*self._blocks, head))
@@ -208,12 +208,12 @@ def resnet_stages(
 ) -> ImageBuilder:
     """Return the stem of a ResNet and its blocks.
 
-    They follow arXiv:1512.03385, table 1, with the stride in the 3 × 3 convolution (v1.5).
+    The blocks follow arXiv:1512.03385, table 1, with the stride in the 3 × 3 convolution (v1.5).
 
     Args:
-        deep: three convolutions in a block instead of two.
+        deep: True for three convolutions per block, False for two.
         groups, width: groups and width of the 3 × 3 convolutions, as in ResNeXt (arXiv:1611.05431).
-        excited: with squeeze and excitation (arXiv:1709.01507).
+        excited: True for squeeze and excitation (arXiv:1709.01507).
     """
     image.convolution(64, kernel=7, stride=2).pool(kernel=3, padded=True).close("embedding")
     for stage, (depth, first) in enumerate(zip(depths, strides, strict=False)):
@@ -238,13 +238,13 @@ def resnet_stages(
 
 
 def resnet(depths: tuple[int, ...], side: int = 224, **kind: bool | int) -> ModelTrace:
-    """Build a ResNet that classifies images."""
+    """Build the trace of a ResNet that classifies images."""
     image = ImageBuilder(3, (side, side))
     return resnet_stages(image, depths, **kind).mean().linear(CLASSES).close().trace(CLASSES)  # type: ignore[arg-type]
 
 
 def vgg(depths: tuple[int, ...]) -> ModelTrace:
-    """Build VGG without norms (arXiv:1409.1556, table 1)."""
+    """Build the trace of VGG without norms (arXiv:1409.1556, table 1)."""
     image = ImageBuilder(3, (224, 224))
     for depth, out in zip(depths, (64, 128, 256, 512, 512), strict=True):
         for _ in range(depth):
@@ -254,7 +254,7 @@ def vgg(depths: tuple[int, ...]) -> ModelTrace:
 
 
 def alexnet() -> ModelTrace:
-    """Build AlexNet for one device (arXiv:1404.5997)."""
+    """Build the trace of AlexNet for one device (arXiv:1404.5997)."""
     # a padding of 2, unlike the padding that keeps the size
     image = ImageBuilder(3, (220, 220))
     image.convolution(64, kernel=11, stride=4, norm=False, bias=True).pool(kernel=3)
@@ -266,7 +266,7 @@ def alexnet() -> ModelTrace:
 
 
 def densenet(depths: tuple[int, ...], growth: int = 32) -> ModelTrace:
-    """Build DenseNet, in which each layer reads the channels of all earlier layers.
+    """Build the trace of DenseNet, whose layers read the channels of all earlier layers.
 
     Source: arXiv:1608.06993, table 1.
     """
@@ -285,7 +285,7 @@ def densenet(depths: tuple[int, ...], growth: int = 32) -> ModelTrace:
 
 
 def mobilenet_v2() -> ModelTrace:
-    """Build MobileNet v2 (arXiv:1801.04381, table 2)."""
+    """Build the trace of MobileNet v2 (arXiv:1801.04381, table 2)."""
     image = ImageBuilder(3, (224, 224)).convolution(32, stride=2).close("embedding")
     rows = ((1, 16, 1, 1), (6, 24, 2, 2), (6, 32, 3, 2), (6, 64, 4, 2), (6, 96, 3, 1), (6, 160, 3, 2), (6, 320, 1, 1))
     for expansion, out, depth, first in rows:
@@ -295,7 +295,7 @@ def mobilenet_v2() -> ModelTrace:
 
 
 def efficientnet(width: float, depth: float, side: int) -> ModelTrace:
-    """Build EfficientNet (arXiv:1905.11946, table 1), scaled by these factors in width and depth."""
+    """Build the trace of EfficientNet (arXiv:1905.11946, table 1), scaled in width and depth."""
     image = ImageBuilder(3, (side, side)).convolution(_rounded(32 * width), stride=2).close("embedding")
     rows = (
         (1, 16, 1, 1, 3),
@@ -314,7 +314,7 @@ def efficientnet(width: float, depth: float, side: int) -> ModelTrace:
 
 
 def efficientnet_v2_s(side: int = 384) -> ModelTrace:
-    """Build EfficientNetV2-S (arXiv:2104.00298, table 4)."""
+    """Build the trace of EfficientNetV2-S (arXiv:2104.00298, table 4)."""
     image = ImageBuilder(3, (side, side)).convolution(24, stride=2).close("embedding")
     for expansion, out, layers, first in ((1, 24, 2, 1), (4, 48, 4, 2), (4, 64, 4, 2)):
         for index in range(layers):
@@ -326,7 +326,7 @@ def efficientnet_v2_s(side: int = 384) -> ModelTrace:
 
 
 def _inverted(image: ImageBuilder, out: int, expansion: int, kernel: int, stride: int, squeezed: int) -> None:
-    """Add an inverted residual: expansion, depthwise convolution, and projection."""
+    """Add an inverted residual block: expansion, depthwise convolution and projection."""
     before = image.channels
     inner = before * expansion
     if expansion > 1:
@@ -341,7 +341,7 @@ def _inverted(image: ImageBuilder, out: int, expansion: int, kernel: int, stride
 
 
 def _fused(image: ImageBuilder, out: int, expansion: int, stride: int) -> None:
-    """Add an inverted residual whose first two convolutions are fused."""
+    """Add an inverted residual block whose first two convolutions are fused into one."""
     before = image.channels
     if expansion > 1:
         image.convolution(before * expansion, stride=stride).convolution(out, kernel=1, activation=False)
@@ -353,7 +353,7 @@ def _fused(image: ImageBuilder, out: int, expansion: int, stride: int) -> None:
 
 
 def _rounded(channels: float) -> int:
-    """Round channels to a multiple of 8, with at most a tenth fewer."""
+    """Round channels to a multiple of 8, without removing more than a tenth of them."""
     whole = max(8, int(channels + 4) // 8 * 8)
     return whole + 8 if whole < 0.9 * channels else whole
 
@@ -363,7 +363,9 @@ SSD_CLASSES, SSD_BOXES = 81, (4, 6, 6, 6, 4, 4)
 
 
 def unet_medical() -> ModelTrace:
-    """Build the U-Net of NVIDIA's UNet_Medical, without padding: 572 × 572 to 388 × 388.
+    """Build the trace of NVIDIA's UNet_Medical, a U-Net without padding.
+
+    It maps images of 572 × 572 to 388 × 388.
 
     Source: arXiv:1505.04597.
     """
@@ -383,7 +385,7 @@ def unet_medical() -> ModelTrace:
 
 
 def unet_industrial() -> ModelTrace:
-    """Build the small form of NVIDIA's UNet_Industrial (TinyUNet, 512 × 512)."""
+    """Build the trace of NVIDIA's UNet_Industrial in its small form (TinyUNet, 512 × 512)."""
     image, kept = ImageBuilder(1, (512, 512)), []
     for out in (32, 32, 64, 128):
         _twice(image, out)
@@ -401,7 +403,7 @@ def unet_industrial() -> ModelTrace:
 
 
 def unet_3d_medical(classes: int = 4) -> ModelTrace:
-    """Build NVIDIA's UNet_3D_Medical: 128³ voxels of 4 kinds."""
+    """Build the trace of NVIDIA's UNet_3D_Medical, for 128³ voxels with 4 channels."""
     image, kept = ImageBuilder(4, (128, 128, 128)), []
     image.convolution(32).convolution(32).close()
     for out in (64, 128, 256, 320, 320):
@@ -413,9 +415,9 @@ def unet_3d_medical(classes: int = 4) -> ModelTrace:
 
 
 def ssd300() -> ModelTrace:
-    """Build NVIDIA's SSD300 on a ResNet-50 up to its fourth stage.
+    """Build the trace of NVIDIA's SSD300, based on a ResNet-50 up to `conv4_x`.
 
-    This stage keeps 38 × 38 positions.
+    The last stage, `conv4_x`, keeps 38 × 38 positions.
     """
     image = resnet_stages(ImageBuilder(3, (300, 300)), (3, 4, 6), strides=(1, 2, 1))
     shapes = [(image.channels, image.size)]

@@ -1,4 +1,4 @@
-"""Traces of known models, by name."""
+"""Traces of well-known language and image models, looked up by name."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ KERNELS = 6
 def vision_transformer(
     layers: int, hidden: int, ffn: int, heads: int, patch: int = 16, side: int = 224, classes: int = 1000
 ) -> ModelTrace:
-    """Build ViT (arXiv:2010.11929): patches as tokens, plus a class token."""
+    """Build the trace of ViT (arXiv:2010.11929), whose tokens are image patches and a class token."""
     patches = (side // patch) ** 2
     d = _plain(layers, hidden, ffn, heads, patches + 1)
     head = _part("head", (Gemm(1.0, classes, hidden),), extra=2 * hidden + classes)
@@ -46,9 +46,9 @@ def vision_transformer(
 
 
 def diffusion_transformer(layers: int, hidden: int, heads: int, side: int = 32, patch: int = 2) -> ModelTrace:
-    """Build DiT (arXiv:2212.09748) on latents of 4 channels.
+    """Build the trace of DiT (arXiv:2212.09748) for latents with 4 channels.
 
-    Each layer computes its scales and shifts from time and class.
+    Each layer computes the scales and shifts of its norms from the time step and the class.
     """
     tokens, out = (side // patch) ** 2, patch**2 * 8
     d = _plain(layers, hidden, 4 * hidden, heads, tokens)
@@ -60,7 +60,7 @@ def diffusion_transformer(layers: int, hidden: int, heads: int, side: int = 32, 
 
 
 def wan(layers: int, hidden: int, ffn: int, heads: int, tokens: int, text: int = 512, latent: int = 16) -> ModelTrace:
-    """Build Wan 2.1, whose layers attend to the video's and the text's tokens.
+    """Build the trace of Wan 2.1, whose layers attend to video and text tokens.
 
     Source: arXiv:2503.20314, §4.2.
     """
@@ -95,7 +95,7 @@ def _plain(layers: int, hidden: int, ffn: int, heads: int, tokens: int) -> Dimen
 
 
 def _modulated(block: BlockTrace, hidden: int, tokens: int, weight: int) -> BlockTrace:
-    """Return a layer whose norms and results are scaled and shifted per sample."""
+    """Return a layer whose norms and outputs are scaled and shifted for each sample."""
     made = (Gemm(1.0, 6 * hidden, hidden),) if weight else ()
     width = float(tokens * hidden)
     return replace(
@@ -111,7 +111,7 @@ def _modulated(block: BlockTrace, hidden: int, tokens: int, weight: int) -> Bloc
 
 
 def _part(kind: str, gemms: tuple[Gemm, ...], extra: int) -> BlockTrace:
-    """Return the first or the last part: products, and the kernels around each."""
+    """Return the first or last part of a model."""
     made = sum(gemm.rows * gemm.n for gemm in gemms)
     return BlockTrace(
         kind=kind,
@@ -126,7 +126,7 @@ def _part(kind: str, gemms: tuple[Gemm, ...], extra: int) -> BlockTrace:
 
 
 def _with_same(blocks: tuple[BlockTrace, ...], stem: BlockTrace, head: BlockTrace) -> ModelTrace:
-    """Return a model whose equal layers are one object."""
+    """Return a trace in which equal layers share one object."""
     first: dict[BlockTrace, BlockTrace] = {}
     return ModelTrace((stem, *(first.setdefault(block, block) for block in blocks), head))
 
@@ -138,16 +138,16 @@ DIFFUSION_KERNELS = 35
 
 
 class LatentUNet(NamedTuple):
-    """Shape of a U-Net on latents.
+    """Dimensions of a U-Net on latents.
 
     Attributes:
-        widths: channels of each level; each level has half the side of the previous one.
-        depths: transformer blocks of each position in a level.
-        middle: transformer blocks in the middle.
-        context: width of the text's tokens.
+        widths: number of channels at each level. Each level halves the side length of the previous level.
+        depths: number of transformer blocks after each residual block of a level.
+        middle: number of transformer blocks in the middle of the U-Net.
+        context: width of the embedded text tokens.
         side: side length of the latents.
-        head: width of an attention head; 0: each position has 8 heads.
-        labels: width of the conditioning besides the time; 0: none.
+        head: width of an attention head; 0 means 8 heads at every level.
+        labels: width of the conditioning in addition to the time step; 0 means none.
     """
 
     widths: tuple[int, ...]
@@ -160,7 +160,10 @@ class LatentUNet(NamedTuple):
 
 
 def latent_unet(shape: LatentUNet) -> ModelTrace:
-    """Build the trace of the U-Net alone. The encoders of images and text are not trained."""
+    """Build the trace of a U-Net on latents.
+
+    The encoders of images and text are not trained, so the trace does not include them.
+    """
     first = shape.widths[0]
     image, told = ImageBuilder(4, (shape.side, shape.side)), 4 * first
     _tell(image, first, told)
@@ -192,13 +195,13 @@ def latent_unet(shape: LatentUNet) -> ModelTrace:
 
 
 def _tell(image: ImageBuilder, width: int, told: int) -> None:
-    """Return two products that compute the conditioning of every block."""
+    """Add two matrix products that embed the conditioning for all blocks."""
     gemms = (Gemm(1.0, told, width), Gemm(1.0, told, told))
     image.products(gemms, vectors=2 * told, moved=6.0 * told, kept=3.0 * told, kernels=5)
 
 
 def _residual(image: ImageBuilder, out: int, told: int) -> None:
-    """Add two convolutions with norms, the conditioning between them, and a residual connection."""
+    """Add a residual block of two convolutions with norms. The conditioning is added between the convolutions."""
     channels = image.channels
     if channels != out:
         past = (Gemm(float(prod(image.size)), out, channels),)
@@ -213,7 +216,7 @@ def _residual(image: ImageBuilder, out: int, told: int) -> None:
 def _attended(image: ImageBuilder, depth: int, shape: LatentUNet) -> None:
     """Add transformer blocks.
 
-    Each has self-attention over positions, cross-attention to text, and a gated feed-forward part.
+    Each block has self-attention over positions, cross-attention to text tokens, and a gated feed-forward part.
     """
     if not depth:
         return
@@ -255,12 +258,12 @@ _WAN_TOKENS = 75_600
 
 
 class KnownImageModel(NamedTuple):
-    """An image model with a published shape.
+    """Image model whose dimensions are published.
 
     Attributes:
-        parameters: published number in millions; None if none is published.
-        gmacs: published billions of multiply-adds for one image; None if none is published.
-        also: alternative names.
+        parameters: published number of parameters in millions; None if it is not published.
+        gmacs: published number of multiply-adds for one image, in billions; None if it is not published.
+        also: alternative names of the model.
     """
 
     name: str
@@ -398,17 +401,17 @@ IMAGE_MODELS: tuple[KnownImageModel, ...] = (
 
 
 def known_dimensions(name: str) -> Dimensions | None:
-    """Return published dimensions of a language model; None if its name is not known."""
+    """Return the published dimensions of a language model, or None for an unknown name."""
     found = find_model(name)
     return Dimensions.model_validate(dict(found.dimensions)) if found else None
 
 
 def known_model(name: str, *, seq: int | None = None, vocab: int | None = None) -> ModelTrace | None:
-    """Return the trace of a known language or image model, or None if unknown.
+    """Return the trace of a known model, or None for an unknown name.
 
     Args:
-        seq: tokens of a sequence, instead of the length used in the original training; image models have none.
-        vocab: rows of its embedding, such as a padded number.
+        seq: sequence length in tokens; None uses the length of the original training. Image models ignore it.
+        vocab: number of rows in the token embedding, such as a padded vocabulary size; None uses the published size.
     """
     found = find_model(name)
     if found is None:
@@ -419,7 +422,7 @@ def known_model(name: str, *, seq: int | None = None, vocab: int | None = None) 
 
 
 def find_image_model(name: str) -> KnownImageModel | None:
-    """Return the known image model of that name; None if there is none."""
+    """Return the known image model with this name, or None."""
     by_name = _image_models()
     return next((by_name[word] for words in candidates(name) if (word := "".join(words)) in by_name), None)
 

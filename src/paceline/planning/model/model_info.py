@@ -1,4 +1,4 @@
-"""A model for checks and predictions: sizes, shapes, and its trace."""
+"""Information about a model for checks and predictions: sizes, shapes and the trace."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ _KEY_VALUE_HEADS = ("key_value_heads", "kv_heads", "num_kv_heads", "n_kv_heads",
 
 @dataclass(frozen=True)
 class ParameterShape:
-    """A parameter without its values.
+    """Name and shape of a parameter, without its values.
 
     Attributes:
-        block: the repeated block that holds it, `""` outside of all.
-        expert: True if it belongs to a mixture's experts.
+        block: name of the repeated block that contains the parameter; `""` outside of repeated blocks.
+        expert: True if the parameter belongs to the experts of a mixture.
     """
 
     name: str
@@ -55,12 +55,12 @@ class ParameterShape:
 
     @property
     def numel(self) -> int:
-        """Number of elements."""
+        """Number of elements of the parameter."""
         return prod(self.sizes)
 
 
 class Sizes(NamedTuple):
-    """Numbers of elements in experts, in other matrices, and in tensors of fewer dimensions."""
+    """Numbers of elements in experts, in other matrices, and in vectors and scalars."""
 
     experts: int
     matrices: int
@@ -69,23 +69,23 @@ class Sizes(NamedTuple):
 
 @dataclass(frozen=True)
 class ModelInfo:
-    """Facts about a model, all in the order in which it registers its modules.
+    """Information about a model. All tuples are in the order in which the model registers its modules.
 
     Attributes:
-        modules: the names of all modules except the model itself.
-        blocks: names of the repeated blocks, outermost first: the layers of a transformer.
-        parameters: all parameters; each tied one once.
-        tied: groups of names that share one parameter.
-        heads: the distinct numbers of attention heads in it.
-        key_value_heads: the distinct numbers of heads of keys and values, if fewer (Ainslie et al., 2023,
-            arXiv:2305.13245).
-        vocabulary: the distinct sizes of its token embeddings.
-        experts: the distinct numbers of experts of mixtures that hold all experts in one tensor.
-        batch_norms: the names of the modules that keep running statistics of batches.
-        takes_positions: True if `forward` takes `position_ids`.
-        normalises_batches: True if it has batch norms, with or without running statistics.
-        compares_samples: True if its own loss compares the samples of a batch (CLIP and similar models take
-            `return_loss`).
+        modules: names of all modules except the model itself.
+        blocks: names of the repeated blocks, such as the layers of a transformer.
+        parameters: all parameters. A tied parameter is listed once.
+        tied: groups of names that refer to the same parameter.
+        heads: distinct numbers of attention heads in the model.
+        key_value_heads: distinct numbers of key-value heads that differ from `heads`, as in grouped-query attention
+            (Ainslie et al., 2023, arXiv:2305.13245).
+        vocabulary: distinct numbers of rows in the token embeddings.
+        experts: distinct numbers of experts in mixtures that hold all their experts in one tensor.
+        batch_norms: names of the batch norms that keep running statistics.
+        takes_positions: True if the model's `forward` has the argument `position_ids`.
+        normalises_batches: True if the model has batch norms, with or without running statistics.
+        compares_samples: True if the model's own loss compares the samples of a batch, as in CLIP. Such models are
+            recognised by the argument `return_loss`.
     """
 
     modules: tuple[str, ...]
@@ -103,21 +103,21 @@ class ModelInfo:
 
     @property
     def names(self) -> dict[str, tuple[str, ...]]:
-        """Every name of each parameter; tied ones have several."""
+        """All names of each parameter. A tied parameter has several names."""
         tied = {names[0]: names for names in self.tied}
         return {shape.name: tied.get(shape.name, (shape.name,)) for shape in self.parameters}
 
     @property
     def takes_parts_of_sequences(self) -> bool:
-        """True if each `cp` rank may hold a part of the tokens.
+        """True if the tokens of a sequence can be divided among `cp` ranks.
 
-        If False, `cp` is not proposed.
+        If False, no plan with `cp` is proposed.
         """
         return bool(self.heads and self.vocabulary and self.takes_positions)
 
     @property
     def numel(self) -> int:
-        """Number of elements of all parameters."""
+        """Total number of parameters."""
         return sum(self.total)
 
     @cached_property
@@ -132,16 +132,16 @@ class ModelInfo:
 
     @cached_property
     def kinds_of_blocks(self) -> tuple[Sizes, ...]:
-        """Sizes of each repeated block; equal ones are listed once."""
+        """Distinct sizes of the repeated blocks."""
         by_block = sorted((shape for shape in self.parameters if shape.block), key=lambda shape: shape.block)
         return tuple(dict.fromkeys(_sizes(shapes) for _, shapes in groupby(by_block, key=lambda shape: shape.block)))
 
 
 def model_info(spec: ModelSpec) -> ModelInfo:
-    """Return the model info of the model that a job names, built once per process.
+    """Return information about the model that a job names. It is cached per process.
 
-    The model is built on the meta device if its code allows that. A model given by its dimensions is not built, and
-    needs no torch.
+    The model is built on the meta device if its code allows that. A model given by its dimensions is not built, so
+    torch is not needed.
 
     Raises:
         JobError: the model cannot be built.
@@ -150,7 +150,10 @@ def model_info(spec: ModelSpec) -> ModelInfo:
 
 
 def model_info_of(model: nn.Module) -> ModelInfo:
-    """Return the model info of a given model. It reads no weight, so meta tensors are fine."""
+    """Return information about a model.
+
+    No weight is read, so the parameters may be on the meta device.
+    """
     from torch.nn.modules.batchnorm import _BatchNorm
 
     from paceline.planning.model.forward_pass import find_blocks, mixtures
@@ -185,9 +188,10 @@ def _model_info_of_json(text: str, frozen: tuple[str, ...]) -> ModelInfo:
 
 
 def without_memory(spec: ModelSpec) -> nn.Module:
-    """Return the model on the meta device.
+    """Build a model on the meta device, without memory for its weights.
 
-    It is a real model if its code reads values during construction. torch's random state is restored.
+    If the model's code reads values during construction, the model is built with memory instead. The random state of
+    torch is restored.
 
     Raises:
         JobError: the model cannot be built.
@@ -229,7 +233,10 @@ def _sizes(shapes: Iterable[ParameterShape]) -> Sizes:
 
 
 def _numbers(model: nn.Module, names: tuple[str, ...]) -> tuple[int, ...]:
-    """Return distinct integers that modules, or their Hugging Face configurations, have under given names."""
+    """Return the distinct integers in attributes with the given names.
+
+    Attributes of all modules and of their Hugging Face configurations are searched.
+    """
     found = []
     for module in model.modules():
         for owner in (module, getattr(module, "config", None)):
@@ -239,7 +246,10 @@ def _numbers(model: nn.Module, names: tuple[str, ...]) -> tuple[int, ...]:
 
 
 def _token_embeddings(model: nn.Module) -> list[int]:
-    """Return the sizes of the model's input embeddings, else of embeddings as large as outputs."""
+    """Return the numbers of rows in the model's token embeddings.
+
+    If no module names its input embeddings, all embeddings with as many rows as a linear layer has outputs are used.
+    """
     from torch import nn
 
     named = [m for module in model.modules() if isinstance(m := _input_embeddings(module), nn.Embedding)]
@@ -251,9 +261,9 @@ def _token_embeddings(model: nn.Module) -> list[int]:
 
 
 def _input_embeddings(module: nn.Module) -> object:
-    """Return the input embeddings that a transformers model names.
+    """Return the input embeddings of a transformers model, or None.
 
-    The result is None for image models, which raise an exception.
+    Image models raise an exception here, for which the result is also None.
     """
     try:
         found: object = module.get_input_embeddings()  # type: ignore[operator]
@@ -270,9 +280,10 @@ _Sizes = tuple[tuple[str, tuple[int, ...], bool], ...]
 
 
 def model_info_by_dimensions(d: Dimensions) -> ModelInfo:
-    """Return model info as of a GPT-2 or, if `gated`, of a Llama without biases.
+    """Return the information for a model that is given by its dimensions.
 
-    Llama's norms have no shifts. Its layers are `layers.0`, `layers.1`, …; an encoder's are `encoder.0`, …
+    The model is like GPT-2 or, if `gated`, like Llama, which has no biases. The layers are named `layers.0`,
+    `layers.1`, …, and the layers of an encoder `encoder.0`, `encoder.1`, ….
     """
     stacks = {"encoder": encoder_layers(d), "layers": layers(d), "further": further_layers(d)}
     blocks = {f"{stack}.{n}": layer for stack, found in stacks.items() for n, layer in enumerate(found)}
@@ -358,29 +369,31 @@ def _parents(name: str) -> Iterator[str]:
     return (".".join(words[: n + 1]) for n in range(len(words)))
 
 
-# samples of a trace without values; a fourth of the work that is independent of the samples counts for each
+# number of samples in a trace without values
 SAMPLES = 4
-# samples of a trace with values; batch norms need more than one
+# number of samples in a trace with values; batch norms need more than one
 REAL_SAMPLES = 2
-# parameters of a model that may be built and run for tracing; its products with tokens may have 200 times as many
+# largest number of parameters of a model that is built and run with values for a trace; for sequences longer than 200
+# tokens, the limit is lower
 MOST_REAL = 100_000_000
-# by the properties that determine the model, as JSON
+# maps the job fields that determine the trace, as JSON, to traces
 _MODELS: dict[str, TracedModel] = {}
 
 
 def trace(job: Job, precision: str | None = None, tp: int | None = None) -> ModelTrace:
-    """Return the trace of a job's model with the job's loss, cached per process.
+    """Return the trace of a job's model and loss. It is cached per process.
 
-    The cache key is the model, the shape of the data, the kind of precision, and the weights that `tp` divides.
+    The cache key consists of the model, the data, the loss, whether autocast is used, and the weights that `tp`
+    divides.
 
     Args:
-        precision: `bf16` or `fp16` traces the casts of autocast as well, and counts in two-byte elements: four-byte
-            results count twice. Other precisions are counted in elements of their own size. None: as `fp32`.
-        tp: the degree of tensor parallelism for which the blocks are divided; None: the smallest that works.
+        precision: compute precision. With `bf16` or `fp16`, the casts of autocast are traced as well, and activations
+            are counted in two-byte elements. None is the same as `fp32`.
+        tp: degree of tensor parallelism by which the blocks are divided; None uses the smallest degree that works.
 
     Raises:
-        JobError: the model cannot be built, or its code fails on the job's samples; the error names the module.
-        DataError: a sample must be read, but cannot be.
+        JobError: the model cannot be built, or the model's code fails on the job's samples; the error names the module.
+        DataError: the shape of a sample is known only from the data, and no sample can be read.
     """
     if job.model.transformer is not None:
         from paceline.planning.model.transformer import transformer
@@ -390,10 +403,10 @@ def trace(job: Job, precision: str | None = None, tp: int | None = None) -> Mode
 
 
 def undivided_attention(job: Job, tp: int) -> PlanProblem | None:
-    """Return the reason why a job's model's attention cannot be divided over `tp` ranks.
+    """Check that the attention of a job's model can be divided over `tp` ranks.
 
-    It is found by tracing the model. A model given by its dimensions never has one, since it has no code. Raises the
-    errors of `trace`.
+    The model is traced. A model given by its dimensions has no code and always passes. Raises the same errors as
+    `trace`.
     """
     return None if job.model.transformer is not None else _traced(job).undivided_attention(tp)
 
@@ -403,9 +416,9 @@ def _traced(job: Job) -> TracedModel:
 
 
 class TracedModel:
-    """Traces of one job's model, by precision and degree of tensor parallelism.
+    """Traces of one job's model for each precision and degree of tensor parallelism.
 
-    Each pass is run once, and equal traces share one object.
+    Each forward pass is run only once. Equal traces share one object.
     """
 
     def __init__(self, job: Job) -> None:
@@ -414,7 +427,7 @@ class TracedModel:
         self._traces: dict[tuple[bool, DividedWeights], ModelTrace] = {}
 
     def trace(self, autocast: bool, tp: int | None) -> ModelTrace:
-        """Return the trace as tensor parallelism over `tp` ranks divides it.
+        """Return the trace, divided by tensor parallelism over `tp` ranks.
 
         Raises the errors of the function `trace`.
         """
@@ -442,7 +455,7 @@ class TracedModel:
     def _degrees(self) -> TensorDegrees:
         """Return the weights divided at each tensor-parallel degree.
 
-        They are found by the split's own search on a model without memory.
+        The split's own search finds these weights in a model without memory.
         """
         from paceline.job.loss_items import call
         from paceline.own_random import kept_random
@@ -458,7 +471,10 @@ class TracedModel:
 
 
 def _observed(job: Job, autocast: bool) -> Seen | ModelTrace:
-    """Return observations of the forward pass; an estimate from the parameters if it cannot run."""
+    """Observe the forward pass of a job's model.
+
+    If the pass cannot run without values, return a trace estimated from the parameters instead.
+    """
     from paceline.own_random import kept_random
     from paceline.planning.model.block_graphs import estimated
     from paceline.planning.model.forward_pass import tokens_of
@@ -485,9 +501,10 @@ def _observed(job: Job, autocast: bool) -> Seen | ModelTrace:
 
 
 def _forward(job: Job, autocast: bool) -> Pass:
-    """Run the forward pass on the meta device.
+    """Run the forward pass on tensors without data.
 
-    Under autocast, which meta lacks, it runs on fake CPU tensors.
+    The tensors are on the meta device. Under autocast, which the meta device does not support, they are fake CPU
+    tensors.
     """
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
@@ -510,7 +527,7 @@ def _forward(job: Job, autocast: bool) -> Pass:
 
 
 def _of_the_cpu(model: nn.Module) -> nn.Module:
-    """Move a meta model to fake CPU tensors; tied tensors stay tied."""
+    """Replace the meta tensors of a model with fake CPU tensors. Tied tensors stay tied."""
     import torch
 
     made: dict[int, torch.Tensor] = {}
@@ -534,7 +551,7 @@ def _forward_with_values(job: Job, autocast: bool) -> Pass:
 
 
 def _needs_values(error: Exception, forward: Pass) -> bool:
-    """True if the lack of values is probably the cause, rather than the model's code."""
+    """True if the forward pass probably failed because tensors have no values."""
     return isinstance(error, NotImplementedError) or bool(forward.seen.asked) or "meta" in str(error).lower()
 
 

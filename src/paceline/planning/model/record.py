@@ -1,9 +1,9 @@
 """Recording of a model's forward pass on the meta device, as a list of operations.
 
-Weights and activations are on the meta device. Tensors computed from the batch's whole numbers alone (masks, positions)
-are real, so that code may read them. A module that reads values of activations (a mixture of experts that routes
-tokens) cannot run this way. It is recorded as one opaque operation, whose output is assumed to have the shape of its
-first input.
+Weights and activations are on the meta device. Tensors that are computed only from the integers in the batch, such as
+masks and positions, have values that the model's code may read. A module that reads values of activations cannot run
+this way. An example is a mixture of experts that routes tokens. Such a module is recorded as one opaque operation,
+whose output is assumed to have the shape of its first input.
 """
 
 from __future__ import annotations
@@ -65,18 +65,18 @@ def record_graph(
     opaque: Collection[str] | None = None,
     rewrite: BeforeCall | None = None,
 ) -> Graph:
-    """Run `call(model, example)` without weights, in training mode, and record it.
+    """Run `call(model, example)` in training mode with weights on the meta device, and record the operations.
 
-    The model and its buffers are restored afterwards.
+    The model and its buffers are restored after the pass.
 
     Args:
-        shapes: replacement shapes for parameters, by name.
-        opaque: the modules that may be opaque; None for any.
-        rewrite: called before every Python call; may change its arguments.
+        shapes: maps names of parameters to shapes that replace the real ones.
+        opaque: paths of the modules that may be recorded as opaque; None allows all.
+        rewrite: function that is called before every call of a torch function and may change the arguments.
 
     Raises:
-        Unfollowable: a module fails that must not be opaque.
-        Exception: any error of the model's own code outside of its submodules.
+        Unfollowable: a module that may not be opaque fails.
+        Exception: the model's own code, outside of submodules, raises it.
     """
     recorder = Recorder(opaque, rewrite)
     before = {id(x) for module in model.modules() for x in tensors_within(module.__dict__)}
@@ -104,9 +104,9 @@ _TORCH, _OURS = str(Path(torch.__file__).parent), str(Path(__file__).parent)
 
 
 class FunctionMode(TorchFunctionMode):
-    """Function mode that records torch functions called by the model's code.
+    """Function mode that records the torch functions that the model's code calls.
 
-    Arguments on mixed devices are moved to meta.
+    If some arguments of a call are on meta, the others are moved to meta as well.
     """
 
     def __init__(self, recorder: Recorder) -> None:
@@ -115,7 +115,7 @@ class FunctionMode(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         recorder, kwargs = self.recorder, kwargs or {}
         name = getattr(func, "__name__", str(func))
-        # masks and positions created for a tensor on meta are real as well
+        # masks and positions that are created on the device of a meta tensor must have values as well
         if func == _DEVICE and not recorder.quiet:
             return recorder.device
         if func == _REQUIRES_GRAD and not recorder.quiet and not sys._getframe(1).f_code.co_filename.startswith(_TORCH):
@@ -158,7 +158,7 @@ class FunctionMode(TorchFunctionMode):
 
 
 def _site(frame: FrameType | None) -> Site | None:
-    """Return the site of the innermost code outside of torch and of this folder."""
+    """Return the position of the innermost call outside of torch and of this folder."""
     while frame is not None and frame.f_code.co_filename.startswith((_TORCH, _OURS)):
         frame = frame.f_back
     if frame is None:
@@ -172,7 +172,7 @@ def _positions(code: CodeType) -> list[tuple[int | None, int | None, int | None,
 
 
 def report_calls(model: nn.Module, recorder: Recorder) -> None:
-    """Make every module report its calls to the recorder, until `restored` undoes it."""
+    """Make every module report its calls to the recorder. `restored` undoes this change."""
     for name, module in model.named_modules():
         module.__dict__["forward"] = _reporting(name, module, recorder)
 
@@ -225,7 +225,7 @@ def _opaque(
 ) -> Tensor | None:
     """Record a module that failed on meta as one operation.
 
-    Returns None if it has no input that determines the output's shape.
+    Returns None if the module has no floating-point input that determines the shape of the output.
     """
     path = recorder.paths[-1]
     if recorder.opaque is not None and path not in recorder.opaque:
@@ -236,7 +236,7 @@ def _opaque(
         if not path or first is None:
             return None
         graph = recorder.graph
-        # including the attributes that it read
+        # tensors that the module read from attributes are inputs as well
         read = {v for node in graph.nodes[since[0] :] for v in node.inputs if graph.values[v].producer < since[0]}
         recorder.forget(*since)
         recorder.graph.opaque[path] = " ".join(str(error).split())[:200]
@@ -249,9 +249,9 @@ def _opaque(
 
 @contextmanager
 def own_functions(recorder: Recorder) -> Iterator[None]:
-    """Record each custom autograd function of the model as one operation of unknown gradient.
+    """Record each custom autograd function of the model as one operation with unknown gradient.
 
-    Functions that are proven pointwise are recorded as their operations.
+    If a function is proven to be pointwise, its operations are recorded instead.
     """
     apply = Function.__dict__["apply"]
 
@@ -278,7 +278,7 @@ def own_functions(recorder: Recorder) -> Iterator[None]:
 
 
 def _leaf(kind: str, module: nn.Module, recorder: Recorder, x: Tensor) -> Tensor:
-    """Return the output of a linear layer or embedding, recorded as one operation on (x, weight, bias)."""
+    """Record a linear layer or embedding as one operation on (x, weight, bias), and return its output."""
     weight, bias = weighted(module).weight, getattr(module, "bias", None)
     taken, given = weight.shape[::-1] if is_transposed(module) else weight.shape, x.shape
     with silence(recorder):
@@ -293,7 +293,7 @@ def _leaf(kind: str, module: nn.Module, recorder: Recorder, x: Tensor) -> Tensor
     return result
 
 
-# Operations without the tag `pointwise` that preserve every element's position, or only allocate.
+# Operations without the tag `pointwise` that keep every element in its position, or only allocate memory.
 _IN_PLACE = (
     "detach",
     "alias",
@@ -308,11 +308,11 @@ _IN_PLACE = (
 
 
 def is_pointwise(function: type[Function], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """True if a function's results and gradients are element-wise, whatever the shape.
+    """True if the results and gradients of an autograd function are element-wise for any shape.
 
-    Constants must be the same for any shape.
+    Constants in both passes must not depend on the shape.
 
-    The function and its backward pass run on tensors without data, of the given shape and of a larger one.
+    The forward and backward passes are run on tensors without data, with the given shape and with a larger shape.
     """
     tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
     if not tensors or any(x.shape != tensors[0].shape or not x.dim() for x in tensors):
@@ -325,7 +325,10 @@ def is_pointwise(function: type[Function], args: tuple[Any, ...], kwargs: dict[s
 def _steps(
     function: type[Function], args: tuple[Any, ...], kwargs: dict[str, Any], shape: torch.Size
 ) -> list[Any] | None:
-    """Return operations of both passes with their constants, or None if one is not pointwise."""
+    """Return the operations of both passes with their constants.
+
+    The result is None if any operation is not pointwise.
+    """
     found: list[list[Any] | None] = [None]
 
     def run() -> None:
@@ -358,7 +361,10 @@ def _run(
 
 
 class _Pointwise(TorchDispatchMode):
-    """Dispatch mode that checks that every operation is pointwise, on one shape and scalars."""
+    """Dispatch mode that checks that every operation is pointwise.
+
+    All tensors must have the same shape or be scalars.
+    """
 
     def __init__(self, shape: torch.Size) -> None:
         super().__init__()
@@ -383,13 +389,13 @@ Prepare = Callable[[tuple[Any, ...], dict[str, Any]], tuple[tuple[Any, ...], dic
 
 
 class OperationMode(TorchDispatchMode):
-    """Dispatch mode that reports every ATen operation.
+    """Dispatch mode that reports every ATen operation to a function.
 
     Args:
-        report: called after every operation.
-        answer: returns the value that code reads from a tensor without one, by its dtype; None raises torch's own
-            error.
-        prepare: changes the arguments of every operation.
+        report: function that is called after every operation.
+        answer: function that returns the value that code reads from a tensor without data, given its dtype; None raises
+            torch's own error.
+        prepare: function that may change the arguments of every operation.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Recorder that numbers tensors and logs their operations."""
+"""Recorder that numbers the tensors of a forward pass and logs their operations."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ BeforeCall = Callable[[int, str, tuple[Any, ...], dict[str, Any]], tuple[tuple[A
 
 
 class Recorder:
-    """Recorder that numbers tensors and logs their operations."""
+    """Recorder of the operations in a forward pass. Tensors are identified by numbers."""
 
     def __init__(self, opaque: Collection[str] | None, rewrite: BeforeCall | None) -> None:
         self.graph = Graph()
@@ -38,7 +38,7 @@ class Recorder:
         self._kept: list[Tensor] = []
 
     def see(self, tensor: Tensor, kind: Kind = "constant", name: str = "", producer: int = -1) -> int:
-        """Return the number of a tensor, or assign a new number."""
+        """Return the number of a tensor. A tensor that has none gets a new number."""
         known = self._known.get(id(tensor))
         if known is None:
             known = len(self.graph.values)
@@ -47,18 +47,19 @@ class Recorder:
         return known
 
     def same(self, tensor: Tensor, number: int) -> None:
-        """Make `tensor` an alias of value `number` from now on."""
+        """Treat `tensor` as value `number` from now on."""
         self._known[id(tensor)] = number
         self._kept.append(tensor)
 
     def refs(self, tree: Any) -> Any:
-        """Copy `tree` with `Ref`s instead of tensors."""
+        """Copy a tree with every tensor replaced by a `Ref`."""
         return map_tensors(lambda x: Ref(self.see(x)), tree)
 
     def operation(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-        """Record an operation that the model runs.
+        """Record an ATen operation, unless the recorder is paused.
 
-        Below autograd, composite operations stay whole, so the recorded operations are few and high-level.
+        The recorder works below autograd, where composite operations are not decomposed. The recorded operations are
+        therefore few and high-level.
         """
         if not self.quiet:
             with silence(self):
@@ -67,7 +68,10 @@ class Recorder:
     def add(
         self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, inputs: list[int] | None = None
     ) -> None:
-        """Record an operation. If `inputs` is None, they are the tensors among its arguments."""
+        """Add an operation to the graph.
+
+        If `inputs` is None, the inputs are the tensors among the arguments.
+        """
         graph, number = self.graph, len(self.graph.nodes)
         inputs = [self.see(x) for x in tensors_in((args, kwargs))] if inputs is None else inputs
         if (
@@ -87,19 +91,19 @@ class Recorder:
         graph.nodes.append(Node(op, self.refs(args), self.refs(kwargs), inputs, outputs, self.paths[-1]))
 
     def hook(self, tree: Any) -> None:
-        """Record a hook: the model's code receives these tensors' gradients, and may change them."""
+        """Record that a hook may read and change the gradients of these tensors."""
         for tensor in tensors_within(tree):
             self.add("hook", (tensor,), {}, None)
 
     def forget(self, nodes: int, entries: int) -> None:
-        """Remove all nodes and entries from these numbers on."""
+        """Remove all nodes from number `nodes` on, and all entries from number `entries` on."""
         for number in range(nodes, len(self.graph.nodes)):
             for value in self.graph.nodes[number].inputs:
                 self.graph.values[value].uses = [use for use in self.graph.values[value].uses if use[0] < nodes]
         del self.graph.nodes[nodes:], self.graph.entries[entries:]
 
     def finish(self, result: Any, kept: list[Tensor]) -> None:
-        """Record the model's outputs, and the tensors that its modules keep in attributes."""
+        """Record the outputs of the model, including tensors that its modules store in attributes."""
         self.graph.outputs = [self.see(x) for x in (*tensors_within(result), *kept)]
         first = result if isinstance(result, Tensor) else getattr(result, "logits", None)
         self.graph.logits = self.see(first) if isinstance(first, Tensor) else None
@@ -110,7 +114,7 @@ _current: ContextVar[Recorder | None] = ContextVar("_current", default=None)
 
 @contextmanager
 def recording(recorder: Recorder) -> Iterator[None]:
-    """Make `recorder` the one that module hooks can pause."""
+    """Make `recorder` the current recorder, which `unrecorded` pauses."""
     token = _current.set(recorder)
     try:
         yield
@@ -120,7 +124,7 @@ def recording(recorder: Recorder) -> Iterator[None]:
 
 @contextmanager
 def unrecorded() -> Iterator[None]:
-    """Do not record operations in this context, for use in a module's hook."""
+    """Pause the current recorder in this context. Hooks of modules use this function."""
     recorder = _current.get()
     assert recorder is not None, "no trace is under way"
     with silence(recorder):
@@ -148,12 +152,12 @@ UNSEEN_GRADIENT = ("hook", "function")
 
 @dataclass
 class Graph:
-    """A trace of a model.
+    """Recorded graph of a model's forward pass.
 
     Attributes:
-        outputs: the tensors of the model's result.
-        opaque: maps the path of each opaque module to the reason.
-        logits: the result itself if it is a tensor, else its `logits`, or None.
+        outputs: tensors in the model's result.
+        opaque: maps the path of each opaque module to the reason why it is opaque.
+        logits: the model's result if it is a tensor, else the attribute `logits` of the result; None without logits.
     """
 
     values: list[TracedTensor] = field(default_factory=list)
@@ -167,12 +171,12 @@ class Graph:
 
 @dataclass
 class TracedTensor:
-    """A tensor of the trace.
+    """Tensor in the recorded graph.
 
     Attributes:
-        floating: True for floating point or complex numbers, which can have a gradient.
-        name: a parameter's name in the model.
-        uses: (node, slot); slots are counted over the node's inputs.
+        floating: True for a floating-point or complex tensor, which can have a gradient.
+        name: name of the parameter in the model; "" for other tensors.
+        uses: pairs (node, slot) that read the tensor. The slot is the position among the node's inputs.
     """
 
     shape: tuple[int, ...]
@@ -186,9 +190,11 @@ class TracedTensor:
 
 @dataclass
 class Node:
-    """An operation: an ATen overload, or `linear`, `embedding` (leaf modules) or `opaque`.
+    """Operation in the recorded graph.
 
-    `args` holds `Ref`s instead of tensors.
+    `op` is an ATen overload, or a name such as `linear`, `embedding`, `opaque`, `function` or `hook`.
+
+    `args` and `kwargs` have a `Ref` in place of every tensor.
     """
 
     op: Any
@@ -200,24 +206,24 @@ class Node:
 
     @property
     def name(self) -> str:
-        """The operation's name without its overload, such as `view` or `linear`."""
+        """Name of the operation without its overload, such as `view` or `linear`."""
         return self.op if isinstance(self.op, str) else self.op.overloadpacket.__name__
 
 
 @dataclass(frozen=True)
 class Ref:
-    """A tensor among a node's arguments."""
+    """Reference to a tensor among the arguments of a node."""
 
     value: int
 
 
 @dataclass
 class Entry:
-    """A call of a module, with nodes `start` to `stop`.
+    """Call of a module, which ran the nodes from `start` up to `stop`.
 
     Attributes:
-        arguments: the tensors among its own arguments, by position or keyword.
-        results: the tensors in its result.
+        arguments: tensors passed directly as arguments, by position or keyword.
+        results: tensors in the result of the call.
     """
 
     path: str
@@ -229,7 +235,10 @@ class Entry:
 
 @dataclass
 class PythonCall:
-    """A call of a torch function in the model's own code. Arguments have `Ref`s instead of tensors."""
+    """Call of a torch function in the model's code.
+
+    The arguments have a `Ref` in place of every tensor.
+    """
 
     name: str
     path: str
@@ -243,7 +252,7 @@ class PythonCall:
 class Site:
     """Position of a call in the model's source code.
 
-    `span` is (first line, last line, first column, last column) of `code`.
+    `span` is the tuple (first line, last line, first column, last column) in the file of `code`.
     """
 
     code: CodeType
@@ -251,9 +260,9 @@ class Site:
 
 
 class Unfollowable(Exception):
-    """Raised if a division of tensors cannot be propagated.
+    """Raised if the division of a tensor cannot be propagated through the graph.
 
-    The text names the operation, `path` the module.
+    The text names the operation. `path` is the path of the module.
     """
 
     def __init__(self, text: str, path: str = "") -> None:
@@ -277,14 +286,14 @@ _LEAVES = (
 
 
 def tensors_in(tree: Any) -> list[Tensor]:
-    """Return the tensors of a call's arguments or results, in order."""
+    """Return the tensors in the arguments or results of a call, in order."""
     found: list[Tensor] = []
     _collect(tree, found)
     return found
 
 
 def written_tensors(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-    """Return argument tensors that an ATen operation writes."""
+    """Return the argument tensors to which an ATen operation writes."""
     return tensors_in(
         [
             args[i] if i < len(args) else kwargs.get(argument.name)
@@ -295,7 +304,7 @@ def written_tensors(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 
 def map_tensors(function: Callable[[Tensor], Any], tree: Any) -> Any:
-    """Copy `tree` with `function` applied to its tensors."""
+    """Copy a tree with `function` applied to every tensor."""
     kind = type(tree)
     if isinstance(tree, Tensor):
         return function(tree)
@@ -309,9 +318,9 @@ def map_tensors(function: Callable[[Tensor], Any], tree: Any) -> Any:
 
 
 def tensors_within(tree: Any) -> list[Tensor]:
-    """Return tensors, including those in mappings and data classes, such as models return.
+    """Return the tensors in a tree, including those in mappings and data classes.
 
-    Key-value caches are skipped; only generation reads them.
+    Key-value caches are skipped, because only generation reads them.
     """
     found = []
     for leaf in tree_leaves(dict(tree) if isinstance(tree, Mapping) else tree):
@@ -345,11 +354,11 @@ _OF_MODULES = set(nn.Module().__dict__)
 
 @contextmanager
 def restored(model: nn.Module) -> Iterator[None]:
-    """Restore buffers, attributes (including containers) and random states; clear caches of results.
+    """Restore buffers, attributes and random states after this context, and clear caches of results.
 
-    Every forward pass that is not a training step runs within this context. The caches may hold tensors without data.
-    Parameters are not copied, except for embeddings with `max_norm`, whose forward pass shortens rows. Other parameters
-    that are changed in place stay changed.
+    Every forward pass that is not a training step runs in this context. Containers in attributes are restored as well.
+    Caches are cleared because they may contain tensors without data. Parameters are not restored, except those of
+    embeddings with `max_norm`, whose forward pass rescales rows.
     """
     held: list[tuple[Any, Any]] = [(module.__dict__, dict(module.__dict__)) for module in model.modules()]
     for _, attributes in list(held):
@@ -371,7 +380,7 @@ def restored(model: nn.Module) -> Iterator[None]:
 
 
 def _written(model: nn.Module) -> list[Tensor]:
-    """List the buffers and tensor attributes that a forward pass may change in place."""
+    """Return the buffers and tensor attributes that a forward pass may change in place."""
     kept = {id(t): t for module in model.modules() for t in (*module._buffers.values(), *module.__dict__.values())}
     plain = [t for t in kept.values() if type(t) is Tensor]
     tables = [module.weight for module in model.modules() if has_max_norm(module)]
@@ -381,7 +390,10 @@ def _written(model: nn.Module) -> list[Tensor]:
 
 
 def _caches(model: nn.Module) -> Iterator[Callable[[], None]]:
-    """Return functions that clear the caches (functools) of a model's methods and of its files' functions."""
+    """Yield functions that clear the functools caches of a model.
+
+    These are the caches of methods of its classes and of functions in the same files.
+    """
     classes = {
         base for module in model.modules() for base in type(module).__mro__ if not base.__module__.startswith("torch.")
     }
@@ -400,7 +412,7 @@ def _caches(model: nn.Module) -> Iterator[Callable[[], None]]:
 
 
 def put_placeholders(model: nn.Module, recorder: Recorder, shapes: Shapes) -> None:
-    """Replace parameters by meta tensors, and buffers by copies, until `restored` undoes it."""
+    """Replace parameters with meta tensors, and buffers with copies. `restored` undoes this change."""
     made: dict[int, Tensor] = {}
     names = {id(p): name for name, p in model.named_parameters()}
     for module in model.modules():
@@ -420,9 +432,11 @@ def put_placeholders(model: nn.Module, recorder: Recorder, shapes: Shapes) -> No
 
 
 def placed(example: Batch, recorder: Recorder) -> Batch:
-    """Return the batch as the trace sees it: whole numbers real, floating-point tensors on meta.
+    """Return the batch for a trace.
 
-    Whole numbers that the example lacks are zeros, or ones in masks.
+    Integer tensors have values, and floating-point tensors are on meta.
+
+    If integer tensors of the example have no values, they become zeros, or ones in masks.
     """
 
     def move(x: Tensor, name: str = "") -> Tensor:
@@ -439,28 +453,28 @@ def placed(example: Batch, recorder: Recorder) -> Batch:
 
 
 def kept_tensors(model: nn.Module, before: set[int]) -> list[Tensor]:
-    """Return results that the model's modules have stored in their attributes."""
+    """Return the new tensors that the model's modules have stored in their attributes."""
     own = [{k: v for k, v in module.__dict__.items() if k not in _OF_MODULES} for module in model.modules()]
     return [x for x in tensors_within(own) if id(x) not in before]
 
 
 def is_linear(module: nn.Module) -> bool:
-    """True if the module only computes x W (+ b).
+    """True if the forward pass of the module only computes x W (+ b).
 
-    It is an `nn.Linear`, or `Conv1D` of transformers, whose weight is transposed.
+    Such a module is an `nn.Linear`, or a `Conv1D` of transformers, whose weight is transposed.
     """
     return type(module).forward is nn.Linear.forward or is_transposed(module)
 
 
 def is_transposed(module: nn.Module) -> bool:
-    """True for transformers' `Conv1D`, with weight (in, out)."""
+    """True for a `Conv1D` of transformers, whose weight has the shape (in, out)."""
     return type(module).__name__ == "Conv1D" and type(module).__module__ == "transformers.pytorch_utils"
 
 
 def is_embedding(module: nn.Module) -> bool:
-    """True if the module only looks up rows of its weight.
+    """True if the module is an embedding whose rows can be divided among ranks.
 
-    With a maximum norm or frequency scaling, it would need all rows.
+    An embedding with a maximum norm, frequency scaling or sparse gradients is excluded.
     """
     if type(module).forward is not nn.Embedding.forward:
         return False
@@ -468,7 +482,7 @@ def is_embedding(module: nn.Module) -> bool:
 
 
 def has_max_norm(module: nn.Module) -> TypeGuard[nn.Embedding | nn.EmbeddingBag]:
-    """True if a module is an embedding that renormalises the rows that it looks up."""
+    """True if a module is an embedding with a maximum norm, which rescales looked-up rows."""
     return isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None
 
 
@@ -480,7 +494,7 @@ class Weighted(Protocol):
 
 
 def weighted(module: nn.Module) -> Weighted:
-    """Return the module, typed as one with a weight and an optional bias."""
+    """Cast a module to a type with a weight and an optional bias."""
     return cast("Weighted", module)
 
 
@@ -489,9 +503,9 @@ _LOGS = ("torch._subclasses.fake_tensor", "torch.fx.experimental.symbolic_shapes
 
 @contextmanager
 def without_logs() -> Iterator[None]:
-    """Silence torch's logs of operations that fail on tensors without values.
+    """Silence torch's log messages about operations that fail on tensors without values.
 
-    The failure itself is still raised; the caller reports it or tries another way.
+    The exception itself still propagates.
     """
     logs = [logging.getLogger(name) for name in _LOGS]
     levels = [log.level for log in logs]

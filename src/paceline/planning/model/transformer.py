@@ -1,7 +1,7 @@
-"""Trace of a transformer from its dimensions alone, without a module or torch.
+"""Trace of a transformer, built from its dimensions without a module or torch.
 
-Counts follow Korthikanti et al. (2022, arXiv:2205.05198). Latent attention, mixtures and state spaces are counted by
-the same rules: what a kernel reads and writes, and what its backward pass needs again.
+Element counts follow Korthikanti et al. (2022, arXiv:2205.05198). The same rules apply to latent attention, mixtures
+and state spaces: count the elements that a kernel reads and writes, and those that its backward pass needs.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ MASKED_KERNELS = 6
 
 
 def transformer(d: Dimensions, tp: int = 1) -> ModelTrace:
-    """Return embedding, layers and head of a transformer, as blocks.
+    """Return the trace of a transformer: embedding, layers and head.
 
-    Activations saved for the backward pass follow §4.1 of the paper: per token and layer `34 + 5 · heads · seq /
-    hidden` times `hidden` bytes with two-byte elements, of which tensor parallelism divides `24 + 5 · heads · seq /
-    hidden`.
+    Activations saved for the backward pass follow §4.1 of the paper. With two-byte elements, each token and layer saves
+    `34 + 5 · heads · seq / hidden` times `hidden` bytes. Tensor parallelism divides `24 + 5 · heads · seq / hidden` of
+    these.
 
     Args:
-        tp: tensor-parallel ranks. If there are more ranks than heads of keys and values, several compute the same
-            heads, and each holds their projections whole.
+        tp: number of tensor-parallel ranks. If there are more ranks than key-value heads, several ranks compute the
+            same heads, and each rank holds the whole projections.
     """
     stacks = encoder_layers(d), (*layers(d), *further_layers(d))
     by_layer = {layer: _layer(d, layer, tp) for layer in dict.fromkeys(stacks[0] + stacks[1])}
@@ -53,9 +53,9 @@ def transformer(d: Dimensions, tp: int = 1) -> ModelTrace:
 
 
 def active_parameters(d: Dimensions) -> int:
-    """Return the number of parameters that process one token.
+    """Return the number of parameters that are used for one token.
 
-    Experts that the token is not sent to do not count.
+    Experts to which the token is not sent do not count.
     """
     trace = transformer(d)
     experts = sum(block.experts for block in trace)
@@ -92,14 +92,14 @@ def _layer(d: Dimensions, layer: Layer, tp: int) -> BlockTrace:
 
 
 def _with_copied_keys(d: Dimensions, tp: int) -> Dimensions:
-    """Return dimensions with key-value heads copied if `tp` ranks have to share them."""
+    """Return the dimensions with `tp` key-value heads if the ranks must share the heads."""
     if d.mla or d.key_value_heads % tp == 0 or d.heads % tp or not shares_heads((d.key_value_heads,), tp):
         return d
     return d.model_copy(update={"kv_heads": tp})
 
 
 def _gemms(d: Dimensions, own: tuple[Weight, ...], done: dict[str, Work], tokens: int) -> tuple[Gemm, ...]:
-    """Return products with weights, and those without weights after the products that compute their operands."""
+    """Return the matrix products of a layer in the order of computation."""
     found: list[Gemm] = []
     for part, of_part in groupby(own, key=lambda weight: weight.name.partition(".")[0]):
         products = [
@@ -137,7 +137,10 @@ def _embedding(d: Dimensions) -> BlockTrace:
 
 
 def _between(d: Dimensions) -> BlockTrace:
-    """Return the encoder's last norm and the decoder's embedding, which shares the encoder's table."""
+    """Return the block between encoder and decoder.
+
+    The block contains the last norm of the encoder and the decoder's embedding, which shares the table of the encoder.
+    """
     source, tokens = float(d.source * d.hidden), float(d.seq * d.hidden)
     return BlockTrace(
         kind="between",
@@ -152,7 +155,10 @@ def _between(d: Dimensions) -> BlockTrace:
 
 
 def _head(d: Dimensions) -> BlockTrace:
-    """Return the last norm, the product with the vocabulary and the loss, in four-byte elements."""
+    """Return the head: the last norm, the product with the vocabulary and the loss.
+
+    Logits are four-byte elements, which count as two.
+    """
     predictions = 1 + d.mtp
     rows = d.seq * (d.predicted or 1.0)
     logits = float(rows * d.vocab) * predictions
@@ -202,7 +208,7 @@ MASK = 0.5
 
 
 class Work(NamedTuple):
-    """Work of one part, in elements per sample as `BlockTrace` counts them."""
+    """Work of one sublayer. Elements are counted per sample, as in `BlockTrace`."""
 
     gemms: tuple[Gemm, ...] = ()
     kernels: int = 0
@@ -216,14 +222,17 @@ class Work(NamedTuple):
 
     @staticmethod
     def total(parts: dict[str, Work]) -> Work:
-        """Sum the work of all parts."""
+        """Return the total work of several sublayers."""
         gemms = tuple(gemm for part in parts.values() for gemm in part.gemms)
         kernels, *numbers = (sum(values) for values in zip(*(part[1:] for part in parts.values()), strict=True))
         return Work(gemms, int(kernels), *numbers)
 
 
 def work(d: Dimensions, layer: Layer, tokens: int) -> dict[str, Work]:
-    """Return the work of a layer's parts, by the first word of their weights' names."""
+    """Return the work of each sublayer of a layer.
+
+    The keys are the first words of the names of the weights.
+    """
     found: dict[str, Work] = {}
     if layer.joins:
         # two norms read and write, one concatenation
@@ -244,9 +253,9 @@ def work(d: Dimensions, layer: Layer, tokens: int) -> dict[str, Work]:
 
 
 def _residuals(d: Dimensions, layer: Layer, tokens: int) -> Work:
-    """Return the work of norms and residuals.
+    """Return the work of the norms and residual connections of a layer.
 
-    A norm reads and writes one tensor. A residual reads two and a mask, and writes one.
+    A norm reads and writes one tensor. A residual connection reads two tensors and a mask, and writes one tensor.
     """
     mask, parts = _mask(d), layer.parts
     norms = 1 if d.parallel else parts
@@ -278,7 +287,7 @@ def _cross_attention(d: Dimensions, tokens: int) -> Work:
 def _latent_attention(d: Dimensions, tokens: int) -> Work:
     """Return the work of latent attention.
 
-    Queries and keys are wider than values; two narrow vectors are whole on every rank.
+    Queries and keys are wider than values. The two compressed vectors are not divided among tp ranks.
     """
     assert d.mla is not None
     wide, values = d.heads * (d.mla.nope + d.mla.rope), d.heads * d.mla.value
@@ -296,7 +305,7 @@ def _latent_attention(d: Dimensions, tokens: int) -> Work:
 
 
 def _squares(d: Dimensions, tokens: int, seen: int, width: int, values: int, causal: bool) -> Work:
-    """Return attention's two products and the kernels between them, if it is not fused."""
+    """Return the two matrix products of attention, and the kernels between them."""
     squares, mask = float(d.heads) * tokens * seen, _mask(d)
     return Work(
         (
@@ -311,9 +320,9 @@ def _squares(d: Dimensions, tokens: int, seen: int, width: int, values: int, cau
 
 
 def _seen(window: int, tokens: int) -> int:
-    """Return the mean number of tokens that a token attends to in a window.
+    """Return the mean number of tokens to which a token attends within a window.
 
-    Windows are counted in whole tiles.
+    The number is rounded to whole tiles of the attention kernel.
     """
     if not window or window >= tokens:
         return tokens
@@ -324,7 +333,8 @@ def _seen(window: int, tokens: int) -> int:
 def _state_space(d: Dimensions, tokens: int) -> Work:
     """Return the work of the scan of Mamba-2 (arXiv:2405.21060, §6).
 
-    It has products inside chunks, of the chunks' states, and of the states' outputs.
+    The scan has matrix products within chunks, products that compute the states of chunks, and products that compute
+    outputs from states.
     """
     assert d.mamba is not None
     m, chunk = d.mamba, min(CHUNK, tokens)
@@ -348,8 +358,8 @@ def _state_space(d: Dimensions, tokens: int) -> Work:
 def _delta(d: Dimensions, tokens: int) -> Work:
     """Return the work of the gated delta rule in chunks (arXiv:2412.06464, §3.3).
 
-    Inside a chunk, there are scores of keys with keys and with queries, and their products; across chunks, products
-    with the states.
+    Within a chunk, keys are multiplied with keys and with queries, and the resulting scores with values. Across chunks,
+    there are products with the states.
     """
     assert d.delta is not None
     width, heads, chunk = d.delta.head_dim, d.delta.value_heads, min(DELTA_CHUNK, tokens)

@@ -1,9 +1,9 @@
-"""Lower bounds of a plan's time and memory, from the cost model's own functions.
+"""Lower bounds on the time and memory of plans, from the cost model.
 
-A bound is the model's prediction for an easier plan, which never exceeds the prediction for the plan itself. In the
-easier plan, blocks have no replicas and stages take equal time. Collectives run on a rank that computes nothing, or
-computes long enough to hide them. Memory is that of a smaller model with all of its state sharded. This file repeats no
-formula of the model, so it need not change with the model.
+A bound is the cost model's prediction for an easier plan, which never exceeds the prediction for the plan itself. In
+the easier plan, all stages take equal time, and the model is smaller with its whole state sharded. The time of
+collectives is bounded with ranks that either compute nothing or compute long enough to hide the collectives. This file
+repeats no formula of the cost model, so it does not change with the cost model.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _FORWARD = (1 / 4, 1 / 3, 1 / 2)
 
 
 class ShardConfig(NamedTuple):
-    """Everything that determines the time of a microbatch on a rank."""
+    """Parameters that determine the time of a microbatch on one rank."""
 
     tp: int
     cp: int
@@ -49,13 +49,13 @@ class ShardConfig(NamedTuple):
 
 
 class RankCost(NamedTuple):
-    """Cost of one microbatch through all blocks on one rank of tp, cp and ep.
+    """Cost of one microbatch through all blocks on one rank, without pipeline stages.
 
     Attributes:
-        seconds: seconds of the forward and backward passes.
-        layer_s: the same for a single layer.
-        dense: parameters per second of work, the smallest value of any block.
-        hop_s: seconds to send it to the next stage.
+        seconds: time of the forward and backward passes, in seconds.
+        layer_s: time of both passes through a single layer, in seconds.
+        dense: parameters per second of compute time, in the block with the lowest value.
+        hop_s: time to send the microbatch to the next stage, in seconds.
     """
 
     seconds: float
@@ -68,8 +68,8 @@ class Bounds:
     """Lower bounds for the plans of one job on one cluster.
 
     Args:
-        layout: layout of any plan; it supplies everything that plans have in common.
-        trace_at: returns the model's trace for a number of tp ranks.
+        layout: layout of any plan of the job, for the values that all plans share.
+        trace_at: function that returns the model's trace for a number of tp ranks.
     """
 
     def __init__(self, layout: Layout, trace_at: Callable[[int], ModelTrace]) -> None:
@@ -86,19 +86,19 @@ class Bounds:
 
     @cached_property
     def capacity(self) -> float:
-        """Bytes of a device that a plan may use; on CPUs, bytes per core."""
+        """Memory that a plan may use on one device or CPU core, in bytes."""
         return usable_bytes(replace(self.layout, dp=self.layout.machines.devices))
 
     def rank_cost(self, config: ShardConfig) -> RankCost:
-        """Return the rank cost of a shard config, computed once."""
+        """Return the rank cost of a shard config. The result is cached."""
         if config not in self._rank_costs:
             self._rank_costs[config] = self._computed(config)
         return self._rank_costs[config]
 
     def least_s(self, rows: Mapping[str, NDArray[Any]], sequence: bool, remat: Remat) -> Floats:
-        """Bound the seconds of a step for each row from below.
+        """Return a lower bound on the time of a step for each row, in seconds.
 
-        The bound uses the rate of very large microbatches.
+        The bound uses the time per sample of very large microbatches.
         """
         keys, place = numbered(rows["tp"], rows["cp"], rows["ep"], rows["threads"])
         rates = [
@@ -108,7 +108,7 @@ class Bounds:
         return np.asarray(np.array(rates, np.float64)[place] * rows["samples"] * rows["microbatches"] / rows["pp"])
 
     def fits(self, layout: Layout) -> bool:
-        """True if this layout's state fits, sharded either completely or not at all."""
+        """True if a layout fits the memory under any sharding of its data-parallel ranks."""
         shared = layout.dp * layout.fsdp
         degrees = layout.tp, layout.cp, layout.ep, layout.pp, shared, layout.microbatches, bool(layout.cut)
         key = (*degrees, layout.schedule, layout.chunks, layout.remat, layout.sequence)
@@ -126,11 +126,11 @@ class Bounds:
         return self._fits[key]
 
     def easier(self, tp: int, pp: int, chunks: int) -> tuple[ModelTrace, tuple[int, ...]]:
-        """Return a smaller model and its cut, which needs less memory in these stages.
+        """Return a smaller model, and its cut into stages, as a lower bound on memory.
 
-        Each stage has as many of the smallest layers as the smallest stage of an even cut. The last stage has the
-        fewest microbatches in flight. It has either the head alone, or the additional layers of the fullest ranks,
-        whichever is larger. With one stage, or more stages than layers, it is the model itself.
+        Each stage has as many of the smallest layers as the smallest stage of an even cut. The last stage, which has
+        the fewest microbatches in flight, has either the head or the additional layers of the fullest ranks, whichever
+        is larger. With one stage, or more stages than layers, the result is the model itself.
         """
         if (tp, pp, chunks) not in self._easier:
             repeated = [i for i, count in enumerate(self._counts) if count > 1] or [self._counts.index(self.layers)]
@@ -145,9 +145,9 @@ class Bounds:
         return self._easier[tp, pp, chunks]
 
     def passes(self, rows: Mapping[str, NDArray[Any]], pipeline: Pipeline) -> tuple[Floats, Floats]:
-        """Return microbatches and hops on the critical path of even stages.
+        """Return the numbers of microbatches and hops on the critical path of equal stages.
 
-        Both grow linearly with the microbatches.
+        Both numbers grow linearly with the number of microbatches.
         """
         several, place = np.unique(rows["pp"], return_inverse=True)
         keys = [(pipeline, pp) for pp in several.tolist()]
@@ -157,15 +157,15 @@ class Bounds:
         return work, hops
 
     def unevenness_s(self, costs: Mapping[str, Floats], pp: Ints, microbatches: Ints) -> Floats:
-        """Return the additional seconds because layers are whole.
+        """Return the additional time of a step because layers cannot be divided between stages.
 
-        Some rank has at least the mean number of layers, rounded up.
+        At least one rank has the mean number of layers, rounded up.
         """
         fullest = costs["layer_s"] * np.ceil(self.layers / pp)
         return np.asarray((microbatches - 1) * np.maximum(fullest - costs["seconds"] / pp, 0.0), np.float64)
 
     def beside_s(self, costs: Mapping[str, Floats], rows: Mapping[str, NDArray[Any]], fsdp: Ints, zero: Ints) -> Floats:
-        """Bound the seconds of the update and of collectives that compute cannot hide."""
+        """Return a lower bound on the update and the exposed collectives, in seconds."""
         apart = rows["tp"] * rows["cp"] * rows["ep"]
         keys, place = numbered(apart, rows["pp"], fsdp, rows["shared"] // fsdp, zero)
         if not keys:
@@ -180,10 +180,10 @@ class Bounds:
         return np.asarray(np.maximum(busy * parameters + hidden * seconds[:, None], endless * parameters).sum(1))
 
     def _beside_by(self, apart: int, pp: int, fsdp: int, dp: int, zero: int) -> Floats:
-        """Return the seconds of fsdp, dp and update, with one microbatch and with two.
+        """Return coefficients of the fsdp, dp and update times for one and two microbatches.
 
-        Each result has three values: seconds per parameter without any computing, the reduction per second of computing
-        in either pass, and seconds per parameter if everything possible is hidden.
+        There are three coefficients: the seconds per parameter without compute, the change per second of compute, and
+        the seconds per parameter if compute hides as much as possible.
         """
         # all of them as tp ranks, which share no weights
         layout = replace(self.layout, tp=apart, pp=pp, fsdp=fsdp, dp=dp, zero=zero)
@@ -217,7 +217,7 @@ class Bounds:
         )
 
     def _each_at(self, tp: int) -> ModelTrace:
-        """Return one block of each kind, as `tp` ranks divide it."""
+        """Return a trace with one block of each kind, divided for `tp` ranks."""
         if tp not in self._each:
             blocks, there = self.layout.trace.blocks, self._trace_at(tp).blocks
             self._each[tp] = ModelTrace(tuple(there[blocks.index(kind)] for kind in self._kinds))
@@ -225,7 +225,7 @@ class Bounds:
 
 
 def _passes(pipeline: Pipeline, pp: int) -> list[tuple[float, float]]:
-    """Return microbatches and hops on the critical path, with one microbatch and with two."""
+    """Return the lengths of the critical path with one and with two microbatches."""
     stage, none = 1 / (pp * pipeline.chunks(pp)), [0.0] * (pp * pipeline.chunks(pp))
     splits = [([part * stage] * len(none), [(1 - part) * stage] * len(none)) for part in _FORWARD]
     return [
@@ -238,9 +238,9 @@ def _passes(pipeline: Pipeline, pp: int) -> list[tuple[float, float]]:
 
 
 def smallest(layout: Layout) -> Layout:
-    """Return the layout with microbatches of one sample, which need the least memory.
+    """Return the layout with one sample per microbatch, which needs the least memory.
 
-    A single microbatch remains one microbatch.
+    A layout with a single microbatch is returned unchanged.
     """
     if layout.microbatches == 1:
         return layout
@@ -248,7 +248,7 @@ def smallest(layout: Layout) -> Layout:
 
 
 def _smallest_of(blocks: list[BlockTrace]) -> BlockTrace:
-    """Return a block that holds and keeps no more than any of these."""
+    """Return a block that needs no more memory than any of the given blocks."""
     if len(blocks) == 1:
         return blocks[0]
     names = [field.name for field in fields(BlockTrace) if type(getattr(blocks[0], field.name)) in (int, float)]
@@ -266,11 +266,11 @@ def _kinds(trace: ModelTrace) -> dict[BlockTrace, int]:
 class MeasuredBounds(Bounds):
     """Lower bounds for the plans of one job on a calibrated machine.
 
-    The memory bounds are those of the catalogue.
+    Times are bounded with measured times, and memory as in the base class.
     """
 
     def least_s(self, rows: Mapping[str, NDArray[Any]], sequence: bool, remat: Remat) -> Floats:
-        """Return lower bounds on the seconds of a step for each row of degrees."""
+        """Return a lower bound on the time of a step for each row, in seconds."""
         names = ("tp", "cp", "ep", "pp", "shared", "size")
         keys, place = numbered(*(rows[name] for name in names))
         samples = dict(zip(rows["size"].tolist(), rows["samples"].tolist(), strict=True))
@@ -280,7 +280,7 @@ class MeasuredBounds(Bounds):
         return np.asarray(each[place] * rows["microbatches"]) if len(keys) else np.zeros(0)
 
     def rank_cost(self, config: ShardConfig) -> RankCost:
-        """Return no times: `least_s` already contains measured times, including collectives."""
+        """Return a rank cost of zero, because `least_s` already contains the measured times."""
         return RankCost(0.0, 0.0, 0.0, 0.0)
 
     def _microbatch_s(self, tp: int, cp: int, ep: int, pp: int, shared: int, samples: float, remat: Remat) -> float:

@@ -23,13 +23,13 @@ _MOVING = ("fsdp", "tp", "pp", "cp", "ep", "remat", "offload", "sequence", "cut"
 
 @dataclass(frozen=True)
 class Candidate:
-    """A legal plan that fits, with its prediction.
+    """A valid plan that fits the memory, with its prediction.
 
     Attributes:
-        plan: a plan that passes `plan_errors` on the job and the cluster.
-        layout: the plan as numbers.
-        prediction: prediction of one step.
-        why: for the winner, the parts of its step; for the others, the parts that make them slower.
+        plan: plan that passes `plan_errors` for the job and the cluster.
+        layout: the plan as numbers for the cost model.
+        prediction: predicted cost of the plan.
+        why: for the recommended plan, the parts of its step; for other plans, the parts that make them slower.
     """
 
     plan: Plan
@@ -39,13 +39,16 @@ class Candidate:
 
     @property
     def interval(self) -> Interval:
-        """Interval of its step time, by default that of the cost model alone."""
+        """Interval of the predicted step time."""
         found = self.prediction.interval
         return found or Adjustment().interval(self.layout, self.prediction.step_time_s)
 
 
 def figures(found: Candidate | None) -> dict[str, Any]:
-    """Return a plan and its predicted figures as plain JSON values. All figures are None without a plan."""
+    """Return a plan and its predicted figures as a dictionary for JSON.
+
+    Without a plan, all values are None.
+    """
     if found is None:
         return dict.fromkeys(("plan", "step_time_s", "interval_80_s", "throughput", "memory_bytes", "mfu"))
     prediction = found.prediction
@@ -64,15 +67,15 @@ class SearchResult:
     """Result of a search.
 
     Attributes:
-        best: the recommended plan (`preferred`), then the others, the fastest first. Each set of degrees appears with
-            its best variant only.
-        excluded: the reasons, the most plans first.
-        considered: number of plans in the space: all combinations of degrees, microbatches and variants, legal or not.
-        gap: relative time by which the best may miss the optimum, before measured runs correct the predictions. It is 0
-            if all other plans were evaluated or excluded by bounds, 1 if nothing is known about the untried ones.
-        seconds: duration of the search.
+        best: the recommended plan (`preferred`), then the other plans, the fastest first. Each set of degrees appears
+            only with its best variant.
+        excluded: reasons why plans are excluded; the reason that excludes the most plans comes first.
+        considered: number of plans in the search space, including invalid plans.
+        gap: largest fraction by which an untried plan could be faster than the best plan, before corrections by
+            measured runs. It is 0 if every plan was evaluated or excluded by a bound.
+        seconds: duration of the search in seconds.
         evaluated: number of plans predicted in full.
-        pruned: number of plans that a lower bound, or dominance, excluded without a prediction.
+        pruned: number of plans that a lower bound excluded without a prediction.
     """
 
     best: tuple[Candidate, ...]
@@ -85,24 +88,25 @@ class SearchResult:
 
     @property
     def fastest(self) -> Candidate:
-        """The plan with the shortest predicted step; the baseline of what-if predictions."""
+        """Plan with the shortest predicted step, with which what-if predictions are compared."""
         return min(self.best, key=lambda candidate: candidate.prediction.step_time_s)
 
 
 def equals(best: Sequence[Candidate]) -> list[Candidate]:
-    """Return the plans that predictions cannot distinguish from the fastest one.
+    """Return the plans that predictions cannot distinguish from the fastest plan.
 
-    The criterion is that the interval of the ratio of the two times contains 1. Most of an error affects both times
-    alike, so this interval is narrower than the interval of one time.
+    For these plans, the interval of the ratio of the two predicted times contains 1. Most of a prediction error is
+    common to both times, so this interval is narrower than that of a single time.
     """
     fastest = min(candidate.prediction.step_time_s for candidate in best)
     return [c for c in best if c.prediction.step_time_s <= equal_ratio() * fastest]
 
 
 def preferred(best: Sequence[Candidate]) -> Candidate:
-    """Choose the simplest of the plans that predictions cannot distinguish from the fastest.
+    """Return the simplest of the plans that predictions cannot distinguish from the fastest plan.
 
-    The fewest moving parts count first, then the fewest ranks, then the most free memory.
+    The plan with the fewest moving parts is the simplest. Ties are broken by the fewest ranks, then by the most free
+    memory.
     """
     return min(equals(best), key=_complexity)
 
@@ -114,7 +118,7 @@ def _complexity(candidate: Candidate) -> tuple[float, ...]:
 
 
 def moving_parts(plan: Plan) -> int:
-    """Count the kinds of division, rematerialisation and offloading that a plan uses."""
+    """Count the plan keys that add complexity and differ from their defaults."""
     return sum(getattr(plan, key) != getattr(Plan, key) for key in _MOVING)
 
 
@@ -139,7 +143,7 @@ _WORDS = {
 
 @dataclass
 class RejectionCounts:
-    """Rejection counts of a search: by memory, and by the checks of a plan."""
+    """Numbers of plans that a search rejected, for lack of memory and for each check."""
 
     # bytes of a device
     capacity: float = 0.0
@@ -148,19 +152,19 @@ class RejectionCounts:
 
     @property
     def plans(self) -> int:
-        """Number of all excluded plans."""
+        """Total number of rejected plans."""
         return self.out_of_memory + sum(count for _, count in self.refused.values())
 
     def refuse(self, keys: tuple[str, ...], reason: str, plans: int = 1) -> None:
-        """Count plans that a check refused."""
+        """Add plans that a check refused."""
         text, count = self.refused.get(keys, (reason, 0))
         if count + plans:
             self.refused[keys] = text, count + plans
 
     def excluded(self, space: Space) -> tuple[Excluded, ...]:
-        """Return the exclusions, most plans first.
+        """Return the exclusions; those with the most plans come first.
 
-        They are preceded by values of degrees that were never combined with others.
+        Before them come the values of degrees that were refused for all plans.
         """
         values = list(space.refused)
         if (batch := _uneven_batch(space)) is not None:
@@ -174,7 +178,7 @@ class RejectionCounts:
 
 
 def why_it_wins(winner: Candidate) -> str:
-    """Return the parts of the winner's step, the largest first."""
+    """Describe the parts of the recommended plan's step, the largest first."""
     step = winner.prediction.step_time_s
     parts = sorted(winner.prediction.breakdown.items(), key=lambda part: -part[1])
     return ", ".join(
@@ -185,12 +189,12 @@ def why_it_wins(winner: Candidate) -> str:
 
 
 def why_it_loses(other: Candidate, winner: Candidate, measured: float = 1.0) -> str:
-    """Return the parts in which a plan takes longer than the winner, with causes.
+    """Describe why a plan takes longer than the recommended plan.
 
-    Values are fractions of the winner's step.
+    Differences are fractions of the recommended plan's step time.
 
     Args:
-        measured: additional factor on its time, from measured runs similar to one of the two plans.
+        measured: additional factor on the plan's time, from measured runs that are similar to one of the two plans.
     """
     told = [f"+{percent(measured - 1, 0)} by measured runs that are like it"] if measured - 1 >= _SMALL else []
     step = winner.prediction.step_time_s
@@ -227,7 +231,7 @@ def _shapes(plan: Plan, samples: float, winner: Plan, best_samples: float) -> st
 
 
 def nothing_fits(space: Space, rejections: RejectionCounts, layout: Layout) -> PlanError:
-    """Return the error of a search that found no plan."""
+    """Return the error for a search that found no plan."""
     job, cluster = space.job, space.cluster
     if not len(space.rows["tp"]):
         return _no_division(space)
@@ -250,7 +254,7 @@ def nothing_fits(space: Space, rejections: RejectionCounts, layout: Layout) -> P
 
 
 def _uneven_batch(space: Space) -> Excluded | None:
-    """Return counts of data-parallel ranks that divide the batch unevenly: all wait for the fullest."""
+    """Return the exclusion of numbers of data-parallel ranks that divide the batch unevenly, or None."""
     batch, most = space.job.global_batch, min(space.devices, space.job.global_batch)
     even = [n for n in range(1, most + 1) if batch % n == 0]
     if space.job.partition.weights is not None or len(even) == most:
@@ -289,11 +293,11 @@ _MOST_TP = 64
 
 
 class SmallestMemory(NamedTuple):
-    """The plan that comes closest to fitting on given machines.
+    """Plan that comes closest to fitting the memory of given machines.
 
     Attributes:
-        needed: bytes of its fullest rank.
-        room: bytes of the rank's device.
+        needed: peak memory of the rank that needs the most, in bytes.
+        room: memory that a plan may use on one device, in bytes.
     """
 
     needed: float
@@ -307,14 +311,13 @@ class SmallestMemory(NamedTuple):
 
 
 def smallest_that_works(layout: Layout, global_batch: int) -> str:
-    """Describe why a model does not fit; "" if it does.
+    """Describe why a model does not fit the machines; "" if it fits.
 
-    It names the missing memory and the smallest sufficient cluster.
+    The text states the missing memory and the smallest sufficient cluster.
 
     Args:
-        layout: layout of any plan of the job on the machines. Its trace, machines, precision and bytes of state are
-            used, but not its degrees.
-        global_batch: samples of a step; a plan cannot have more data-parallel ranks.
+        layout: layout of any plan of the job on the machines. Its degrees are ignored.
+        global_batch: number of samples in a step, which limits the number of data-parallel ranks.
     """
     here = least(layout, global_batch)
     if here.fits:
@@ -337,9 +340,9 @@ def smallest_that_works(layout: Layout, global_batch: int) -> str:
 
 
 def least(layout: Layout, global_batch: int) -> SmallestMemory:
-    """Find the plan whose fullest rank needs the smallest share of its device.
+    """Find the plan that needs the smallest fraction of a device's memory.
 
-    Only plans that shard everything are tried.
+    Only plans that shard the whole state are tried.
     """
     options = (
         SmallestMemory(sum(memory(option).values()), usable_bytes(option), option)
@@ -349,14 +352,14 @@ def least(layout: Layout, global_batch: int) -> SmallestMemory:
 
 
 def words(layout: Layout) -> str:
-    """Return the degrees of a layout in a plan's text form."""
+    """Return the degrees and the remat of a layout as plan text."""
     degrees = [f"{axis}={n}" for axis in DEGREES if (n := getattr(layout, axis)) > 1]
     remat = [] if layout.remat == "none" else [f"remat={layout.remat}"]
     return " ".join([*degrees, *remat]) or "dp=1"
 
 
 def _frugal(layout: Layout, global_batch: int) -> Iterator[Layout]:
-    """Yield plans with all state sharded, all blocks recomputed, and one sample per microbatch."""
+    """Yield layouts with all state sharded, all blocks recomputed, and one sample per microbatch."""
     machines, trace = layout.machines, layout.trace
     layers = max((count for _, count in trace.runs), default=1)
     cores = _powers(machines.per_host) if machines.device.is_core else [1]
@@ -393,7 +396,7 @@ def _sharded(layout: Layout, tp: int, pp: int, cp: int, left: int, global_batch:
 
 
 def _divides(trace: ModelTrace, tp: int, cp: int) -> bool:
-    """True if tp divides the heads and at least one weight, and cp the tokens."""
+    """True if tp divides the heads and a weight, and cp the tokens."""
     if tp == 1:
         return trace.tokens % cp == 0
     gemms = [gemm for block, _ in trace.runs for gemm in block.gemms if gemm.divided != "none"]
@@ -405,7 +408,10 @@ def _divides(trace: ModelTrace, tp: int, cp: int) -> bool:
 
 
 def _more_hosts(layout: Layout, global_batch: int) -> SmallestMemory:
-    """Fit on the fewest sufficient hosts, found by bisection, or on a very large number."""
+    """Find the smallest number of hosts on which a plan fits, by bisection.
+
+    If no number is sufficient, the result is for a very large number of hosts.
+    """
 
     def on(hosts: int) -> SmallestMemory:
         return least(replace(layout, machines=resized(layout.machines, hosts)), global_batch)
@@ -422,7 +428,10 @@ def _more_hosts(layout: Layout, global_batch: int) -> SmallestMemory:
 
 
 def _larger_device(layout: Layout, global_batch: int) -> SmallestMemory:
-    """Fit on the same number of devices of the smallest sufficient or the largest kind."""
+    """Find the smallest kind of device on which a plan fits.
+
+    If no device is sufficient, the result is for the largest device.
+    """
     machines = layout.machines
     own, kind = machines.memory_bytes or machines.device.memory_bytes, machines.device.kind
     alike = [device for device in CATALOGUE.values() if device.kind == kind and not device.is_core]

@@ -1,9 +1,10 @@
 """Search for the fastest legal plans of a job on a cluster.
 
-Rows (degrees and microbatches) are taken in the order of their lower bounds. Each row is expanded to its variants, and
-these to the factorisations of their data-parallel ranks into dp × fsdp, as long as the lower bound is below the best
-found. So all omitted plans are slower, and the result equals an exhaustive search. The result depends only on the
-arguments: the search has no time limit.
+A row is a combination of degrees and a number of microbatches. Rows are processed in the order of their lower bounds.
+Each row is expanded to its variants, and each variant to the factorisations of its data-parallel ranks into dp × fsdp.
+Only plans whose lower bound is below the best time so far are expanded. All omitted plans are therefore slower, and the
+result equals that of an exhaustive search. The result depends only on the arguments, because the search has no time
+limit.
 """
 
 from __future__ import annotations
@@ -46,18 +47,18 @@ if TYPE_CHECKING:
 def search(
     job: Job, cluster: Cluster, *, top: int = 10, calibration: Basis | None = None, base: Plan | None = None
 ) -> SearchResult:
-    """Find the plans predicted to be fastest that pass `plan_errors` and fit the memory.
+    """Find the valid plans with the shortest predicted step time that fit the memory.
 
     Args:
-        top: number of plans to list, each with different degrees.
-        calibration: measurements of the cluster, or the factors of measured runs, which determine the order of the
-            plans found; without it, the catalogue is used.
-        base: values of keys that do not vary: precision, sync, compress and the settings; `Plan()` by default.
+        top: number of plans to return, each with different degrees.
+        calibration: measurements of the cluster, or factors of measured runs; None uses only the catalogue.
+        base: plan with the values of keys that the search does not vary, such as precision, sync and compress; `Plan()`
+            by default.
 
     Raises:
         JobError: the model cannot be built.
         ClusterError: a device is not in the catalogue, and nothing was measured.
-        PlanError: no plan works; the message names what is missing.
+        PlanError: no plan works; the message states what is missing.
     """
     started = time.perf_counter()
     base = base or Plan()
@@ -93,21 +94,21 @@ def search(
 
 
 def plan(job: AnyJob, *, cluster: AnyCluster | None = None, calibration: Basis | None = None) -> Plan:
-    """Find the plan for a job on a cluster by prediction; nothing is run.
+    """Find the best plan for a job on a cluster by prediction, without running anything.
 
-    If predictions cannot distinguish plans, the plan with the fewest moving parts is returned, then the fewest ranks,
-    then the most free memory.
+    If predictions cannot distinguish several plans, the simplest one is returned: the plan with the fewest moving
+    parts, then with the fewest ranks, then with the most free memory.
 
     Args:
         job: a `Job`, its YAML file, or the file's URL.
         cluster: a `Cluster`, its file, or a name such as `64x8xH100-SXM, 400gbit`; None is this machine.
-        calibration: measurements of its machines, or the factors of measured runs (`paceline.calibrate_on`); None uses
-            the catalogue's figures.
+        calibration: measurements of the machines, or factors of measured runs (`paceline.calibrate_on`); None uses the
+            catalogue's figures.
 
     Raises:
         JobError: the job cannot be read, or its model cannot be built.
         ClusterError: the cluster cannot be read, or one of its devices is not in the catalogue.
-        PlanError: no plan can run the job there; the message gives the reason and a possible change.
+        PlanError: no plan can run the job on the cluster; the message states the reason and a possible change.
 
     Example:
         >>> paceline.plan("job.yaml", cluster="2x8xH100-SXM, 400gbit")
@@ -131,7 +132,7 @@ _MOST_MEASURED = 2000
 
 
 class Choice(NamedTuple):
-    """One plan of the space: its row, its variant, and its sharding.
+    """One plan of the search space, as a row, a variant and a sharding.
 
     Attributes:
         pipeline: index in `PIPELINES`.
@@ -148,7 +149,7 @@ class Choice(NamedTuple):
 
 @dataclass
 class PlanTable:
-    """Plans, or partial plans, with one array per column."""
+    """Table of plans or partial plans, with one array per column."""
 
     row: Ints
     pipeline: Ints  # index in `PIPELINES`
@@ -180,10 +181,10 @@ class BranchAndBound:
     """Branch-and-bound search for the best plans.
 
     Attributes:
-        found: the best plan so far for each set of degrees.
-        rejections: counts of excluded plans.
-        considered: number of plans in the space.
-        evaluated: number of predicted plans.
+        found: best plan so far for each set of degrees.
+        rejections: numbers of rejected plans.
+        considered: number of plans in the search space.
+        evaluated: number of plans that were predicted in full.
     """
 
     def __init__(self, space: Space, layouts: Layouts, top: int) -> None:
@@ -207,7 +208,7 @@ class BranchAndBound:
         self._last_s = float("inf")  # of the last plan on the list
 
     def run(self) -> float:
-        """Search, and return the gap."""
+        """Run the search, and return the gap (`SearchResult.gap`)."""
         gap = self._through_all(self.most)
         # if the list is short, add the most promising of the much slower plans
         if len(self.found) < self.top:
@@ -219,9 +220,9 @@ class BranchAndBound:
         return gap
 
     def _through_all(self, most: int) -> float:
-        """Expand rows in the order of their bounds, and return the gap.
+        """Expand rows in the order of their lower bounds, and return the gap.
 
-        It ends when no remaining row can be of interest, or after `most` predictions.
+        The loop ends when no remaining row can be among the best, or after `most` predictions.
         """
         least = self.least_s_of_rows
         order = np.argsort(least, kind="stable")
@@ -239,7 +240,7 @@ class BranchAndBound:
 
     @cached_property
     def least_s_of_rows(self) -> Floats:
-        """Return lower bounds on the seconds of each row, over all variants."""
+        """Lower bound on the step time of each row over all variants, in seconds."""
         every = np.arange(len(self.space.rows["tp"]))
         found = self._row_s(every, sequence=False, remat="none")
         divided = every[self.space.allows(every, True, "none")]
@@ -251,7 +252,7 @@ class BranchAndBound:
 
     @cached_property
     def _bubbles(self) -> Floats:
-        """Bound the ratio of a pipeline's step to its work from below, for each row."""
+        """Lower bounds on the ratio of a pipeline's step time to its compute time."""
         rows, every = self.space.rows, np.arange(len(self.space.rows["tp"]))
         least = np.full(len(every), np.inf)
         for pipeline in PIPELINES:
@@ -260,7 +261,10 @@ class BranchAndBound:
         return np.asarray(least * rows["pp"] / rows["microbatches"])
 
     def _search(self, rows: Ints, most: int) -> float | None:
-        """Try all plans of these rows that may be best. Return the smallest untried bound."""
+        """Try all plans of these rows that may be among the best.
+
+        Returns the smallest bound of an untried plan, or None if all were tried.
+        """
         plans = self.plans_of(rows)
         plans = plans.at(np.argsort(plans.bound_s, kind="stable"))
         for i in range(len(plans)):
@@ -276,11 +280,11 @@ class BranchAndBound:
         return None
 
     def plans_of(self, rows: Ints) -> PlanTable:
-        """Return all plans of these rows that may be among the best, with their bounds."""
+        """Return all plans of these rows that may be best, with their bounds."""
         return self._with_dp_fsdp(self._variants(rows))
 
     def _variants(self, rows: Ints) -> PlanTable:
-        """Return variants of the rows: pipeline, remat and sequence of possible best plans."""
+        """Return the variants of these rows (pipeline, remat and sequence) that may be among the best."""
         tables = [self._variants_of(rows, sequence, remat) for sequence in (0, 1) for remat in range(len(REMATS))]
         return PlanTable.joined([part for some in tables for part in some])
 
@@ -312,10 +316,10 @@ class BranchAndBound:
         return found
 
     def may_fit(self, rows: Ints, pipeline: int, sequence: int, remat: int) -> NDArray[np.bool_]:
-        """Return a mask of the rows that may fit with this schedule.
+        """Return a mask of the rows that may fit the memory with this variant.
 
-        No schedule needs less memory than the first one, 1f1b. Among several microbatches, those of one sample need the
-        least, so this case is checked first, for all such rows at once.
+        Microbatches of one sample need the least memory. This case is therefore checked first, once for all rows with
+        the same degrees.
         """
 
         def layout(row: int) -> Layout:
@@ -335,9 +339,9 @@ class BranchAndBound:
         return fits
 
     def _with_dp_fsdp(self, variants: PlanTable) -> PlanTable:
-        """Return factorisations of the data-parallel ranks into dp × fsdp, with each `zero`.
+        """Expand variants to all factorisations of the data-parallel ranks into dp × fsdp, with each `zero`.
 
-        Only those that may be best are kept.
+        Only plans that may be among the best are kept.
         """
         several, place = np.unique(self.space.rows["shared"][variants.row], return_inverse=True)
         ways = [
@@ -363,7 +367,7 @@ class BranchAndBound:
         return plans.at(plans.bound_s < self.limit)
 
     def _evaluate(self, choice: Choice, settings: dict[str, Any]) -> None:
-        """Predict a plan if it is legal and fits. Keep the best plan for each set of degrees."""
+        """Predict a plan if it is valid and fits the memory."""
         layout = self.layout_of(choice, **settings)
         fits = self.bounds.fits(smallest(layout)) and self.bounds.fits(layout)
         if not fits or sum(memory(layout).values()) > usable_bytes(layout):
@@ -374,7 +378,7 @@ class BranchAndBound:
             self._keep(self.values_of(choice) | settings, layout)
 
     def values_of(self, choice: Choice) -> dict[str, Any]:
-        """Return a plan's keys and values."""
+        """Return the keys and values of a plan."""
         rows, pipeline = self.space.rows, PIPELINES[choice.pipeline]
         return {
             **{name: int(rows[name][choice.row]) for name in ("tp", "cp", "ep", "pp", "microbatches")},
@@ -388,7 +392,7 @@ class BranchAndBound:
         }
 
     def layout_of(self, choice: Choice, **changed: Any) -> Layout:
-        """Return a plan as numbers, with changed values."""
+        """Return a plan as numbers for the cost model, with changed values."""
         values = self.values_of(choice)
         del values["virtual"]
         values["trace"] = self._trace_at(values["tp"])
@@ -417,9 +421,10 @@ class BranchAndBound:
         self._limit()
 
     def _limit(self) -> None:
-        """Update the time limit of interesting plans.
+        """Update the step time above which plans are not searched.
 
-        The list of best plans is searched as long as this takes few predictions, and only among slightly slower plans.
+        After many predictions, only plans faster than the best plan are searched. Before that, slightly slower plans
+        are searched for the list as well.
         """
         times = sorted(one.prediction.step_time_s for one in self.found.values())
         self._last_s = times[self.top - 1] if len(times) >= self.top else float("inf")

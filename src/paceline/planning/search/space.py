@@ -1,4 +1,4 @@
-"""Legal plans: all plans that can run, as objects and as columns of numbers."""
+"""Valid plans of a job on a cluster, as objects and as columns of numbers."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ COLUMNS = ("tp", "cp", "ep", "pp", "shared", "microbatches")
 
 
 class Pipeline(NamedTuple):
-    """A schedule with its number of stages on each rank."""
+    """Pipeline schedule, with the number of interleaved stages on each rank."""
 
     schedule: Schedule
     virtual: int = Plan.virtual
 
     def chunks(self, pp: int) -> int:
-        """Stages of a rank; 1 without a pipeline."""
+        """Return the number of stages on each rank; 1 without a pipeline."""
         return stages_per_rank(self.schedule, self.virtual) if pp > 1 else 1
 
 
@@ -52,9 +52,9 @@ class Excluded:
     """Plans that cannot run, grouped by reason.
 
     Attributes:
-        what: key and value, such as `tp=16`, or `memory`.
-        reason: why such plans cannot run, and a value that would work.
-        plans: number of such plans among the considered ones; 0 if they were not counted.
+        what: plan key and value, such as `tp=16`, or `memory`.
+        reason: text that states why such plans cannot run, and a value that would work.
+        plans: number of considered plans that are excluded for this reason; 0 if they were not counted.
     """
 
     what: str
@@ -66,9 +66,9 @@ class Space:
     """All plans of a job on a cluster from which a search may choose.
 
     Attributes:
-        devices: upper limit on ranks; oversubscribing cores is never faster.
-        degrees: values of tp, cp, ep and pp that may work.
-        refused: values that cannot work; they are never combined with others.
+        devices: number of devices, which limits the number of ranks.
+        degrees: for each of tp, cp, ep and pp, the values that may work.
+        refused: values of degrees that work in no plan.
     """
 
     def __init__(self, job: Job, cluster: Cluster, base: Plan, trace: ModelTrace) -> None:
@@ -80,10 +80,10 @@ class Space:
 
     @cached_property
     def rows(self) -> dict[str, NDArray[Any]]:
-        """Table with a row for each legal tp, cp, ep, pp, dp × fsdp (`shared`) and microbatches.
+        """Table with a row for each valid combination of degrees and microbatches.
 
-        Further columns are the samples of a microbatch, `size` (an index of distinct sample counts), and the threads of
-        a rank on CPUs.
+        The column for dp × fsdp is `shared`. Further columns include the samples of a microbatch, `size` (an index of
+        distinct sample counts), and the threads of a rank on CPUs.
         """
         pieces = [piece for degrees in self._inner_degrees() if len(piece := self._with_data_ranks(*degrees))]
         table = np.concatenate(pieces) if pieces else np.empty((0, len(COLUMNS)), np.int64)
@@ -108,9 +108,9 @@ class Space:
 
     @cached_property
     def factorisations(self) -> Ints:
-        """Return the number of variants of each row.
+        """Number of factorisations of each row.
 
-        Variants are factorisations into dp × fsdp, each with its `zero` stages and settings.
+        They are factorisations of `shared` into dp × fsdp, each with its `zero` stages and settings.
         """
         shared, place = np.unique(self.rows["shared"], return_inverse=True)
         ways = np.array([len(divisors(int(n))) for n in shared], np.int64)[place]
@@ -118,7 +118,7 @@ class Space:
 
     @cached_property
     def plans_per_row(self) -> Ints:
-        """Return the number of plans of each row."""
+        """Number of plans of each row."""
         every = np.arange(len(self.rows["tp"]))
         pipelines = sum(self.runs(every, pipeline).astype(np.int64) for pipeline in PIPELINES)
         variants = sum(
@@ -127,7 +127,7 @@ class Space:
         return np.asarray(pipelines * variants * self.factorisations)
 
     def allows(self, rows: Ints, sequence: bool, remat: str) -> NDArray[np.bool_]:
-        """Return a mask of the rows that are legal with sequence parallelism and remat."""
+        """Return a mask of the rows that are valid with `sequence` and `remat`."""
         allowed = self._divides_sequence[rows] if sequence else np.ones(len(rows), np.bool_)
         return allowed & (self.rows["pp"][rows] > 1) if remat != "none" and not self.recomputes else allowed
 
@@ -137,12 +137,15 @@ class Space:
         return np.array([self.legal.divides_sequence(*key) for key in both], np.bool_)[place]
 
     def runs(self, rows: Ints, pipeline: Pipeline) -> NDArray[np.bool_]:
-        """Return a mask of the rows that a schedule can run. Without a pipeline, only 1f1b can run."""
+        """Return a mask of the rows that a pipeline schedule can run.
+
+        Rows without a pipeline can run only with 1f1b.
+        """
         return np.asarray(self._schedules[pipeline.schedule][rows] & self._suited[pipeline][self.rows["pp"][rows]])
 
     @cached_property
     def _suited(self) -> dict[Pipeline, NDArray[np.bool_]]:
-        """Return, by pp, whether the model has enough layers for each schedule's stages."""
+        """Masks of the values of pp for which the model has enough layers."""
         layers = max((count for _, count in self.trace.runs), default=0)
 
         def suits(pipeline: Pipeline, pp: int) -> bool:
@@ -163,9 +166,9 @@ class Space:
         return {name: np.array([_runs(name, *key) for key in both], np.bool_)[place] for name in SCHEDULES}
 
     def shards_refused(self, rows: Ints, pipelines: Ints) -> Iterator[tuple[NDArray[np.bool_], Refusal]]:
-        """Return masks of the rows whose stages fsdp cannot shard, with reasons.
+        """Yield masks of the rows whose stages fsdp cannot shard, each with the reason.
 
-        The masks are by pipeline, an index in `PIPELINES`.
+        `pipelines` has an index in `PIPELINES` for each row.
         """
         keys, place = numbered(self.rows["pp"][rows], pipelines)
         for i, (pp, pipeline) in enumerate(keys):
@@ -173,9 +176,9 @@ class Space:
                 yield place == i, refusal
 
     def settings(self, row: int) -> list[dict[str, Any]]:
-        """Return the settings of a row, in trying order.
+        """Return the settings of a row, in the order in which they are tried.
 
-        On CPUs these are transports and numbers of threads.
+        On CPUs, the settings are transports and numbers of threads. On GPUs, there is a single empty setting.
         """
         return self._settings(int(self.rows["ranks"][row]), int(self.rows["threads"][row]))
 
@@ -192,19 +195,19 @@ class Space:
 
     @cached_property
     def _transports(self) -> list[dict[str, Any]]:
-        """Return the values of `transport`: `auto`, and the ones that `auto` would not choose."""
+        """Values of `transport` to try: `auto`, and the transports that `auto` never chooses."""
         others = carriers(several_hosts=len(self.cluster.hosts) > 1)
         return [{"transport": name} for name in ("auto", *others) if name not in (WITHIN_HOST, BETWEEN_HOSTS)]
 
     def _threads(self, ranks: int) -> int:
-        """Return the threads per rank on the host with most of `ranks`; 1 on GPUs."""
+        """Return the number of threads per rank on the fullest host; 1 on GPUs."""
         if self.cluster.has_accelerators:
             return 1
         return self.base.threads_for(self.cluster.hosts[0], max(spread(ranks, self.legal.context.per_host)))
 
     @cached_property
     def recomputes(self) -> bool:
-        """True if the model has blocks that can be recomputed, and no check refuses it."""
+        """True if the model has blocks that can be recomputed, and no check refuses recomputation."""
         allowed = self.legal.refusal({"remat": "block"}, ("remat",)) is None
         return allowed and bool(self.legal.context.model_info.blocks)
 
@@ -214,7 +217,7 @@ class Space:
         return fitting
 
     def _worth_asking(self, key: str) -> list[int]:
-        """Return the values of a degree that divide the model's numbers."""
+        """Return the values of a degree that divide the numbers of the model."""
         context = self.legal.context
         most = self.devices
         if key == "pp":
@@ -236,9 +239,9 @@ class Space:
         return [n for n in fitting if key != "tp" or shares_heads(context.model_info.key_value_heads, n)]
 
     def _note_refused(self, key: str, fitting: list[int]) -> None:
-        """Add one refusal for all values of a degree that cannot work.
+        """Note one exclusion for all values of a degree that cannot work.
 
-        Its reason is that of the first power of two.
+        The exclusion has the reason for the first of these values.
         """
         powers = [2**n for n in range(1, self.devices.bit_length()) if 2**n <= self.devices]
         wrong = [value for value in (*powers, *range(2, min(self.devices, 16) + 1)) if value not in fitting]
@@ -256,7 +259,7 @@ class Space:
                     yield from ((tp, cp, ep, pp) for pp in self.degrees["pp"] if tp * cp * ep * pp <= self.devices)
 
     def _with_data_ranks(self, tp: int, cp: int, ep: int, pp: int) -> Ints:
-        """Return rows of these degrees with all dp × fsdp and microbatches."""
+        """Return the rows of these degrees, with all values of dp × fsdp and microbatches."""
         shared = self._shared(ep, self.devices // (tp * cp * ep * pp), pp > 1)
         if not shared:
             return np.empty((0, len(COLUMNS)), np.int64)
@@ -266,10 +269,11 @@ class Space:
         return np.concatenate([head, table], axis=1)
 
     def _shared(self, ep: int, most: int, equal: bool) -> list[int]:
-        """Return values of dp × fsdp: counts of data-parallel ranks that divide the batch evenly.
+        """Return the values of dp × fsdp that are worth trying.
 
-        Without a pipeline, it also returns counts with uneven shares that no smaller count matches: the fullest
-        data-parallel rank determines the time, so among equally full ones the fewest ranks win.
+        With a pipeline, these divide the batch evenly. Otherwise, uneven shares are allowed. The data-parallel rank
+        with the most samples determines the time, so among values with the same largest share only the smallest is
+        returned.
         """
         weights = self.job.partition.weights
         if weights is not None:
@@ -292,10 +296,10 @@ def _useful_data_ranks(batch: int, equal: bool) -> tuple[int, ...]:
 
 @cache
 def _parts(batch: int, data_ranks: int, equal: bool) -> Ints:
-    """Return (data-parallel ranks, microbatches) with microbatches that divide a rank's samples.
+    """Return the pairs of `data_ranks` and a number of microbatches that are worth trying.
 
-    Uneven shares are divided as evenly as possible. Without a pipeline, ranks compute one microbatch after the other,
-    so among counts with equally large microbatches only the smallest is listed.
+    With a pipeline, the microbatches divide a rank's samples evenly. Otherwise, a rank computes one microbatch after
+    the other, so among numbers with equally large microbatches only the smallest is returned.
     """
     share, smallest = -(-batch // data_ranks), batch // data_ranks
     if equal:
@@ -316,7 +320,7 @@ def _runs(schedule: str, pp: int, microbatches: int) -> bool:
 
 
 def numbered(*columns: Ints) -> tuple[list[tuple[int, ...]], Ints]:
-    """Return the distinct rows of some columns, and each row's index among them."""
+    """Return the distinct rows of several columns, and the index of each row among them."""
     key = np.zeros(len(columns[0]), np.int64)
     for column in columns:
         key = key * (int(column.max(initial=0)) + 1) + column
@@ -331,10 +335,10 @@ _FIXED = ("tp", "ep", "fsdp"), ("pp", "cp")
 
 
 class LegalPlans:
-    """Legality of plans that differ from a base plan in some keys.
+    """Checker of plans that differ from a base plan in some keys. Results are cached.
 
     Args:
-        blocks: number of blocks of the traced model; no more stages can be predicted.
+        blocks: number of blocks in the trace, which is the largest number of stages that can be predicted.
     """
 
     def __init__(self, job: Job, cluster: Cluster, base: Plan, blocks: int) -> None:
@@ -346,7 +350,7 @@ class LegalPlans:
         self._memory = next(check for check in CHECKS if check.keys == MEMORY)
 
     def refusal(self, values: dict[str, Any], among: Iterable[str] | None = None) -> Refusal | None:
-        """Return the first reason why the base plan with these values cannot run, or None.
+        """Return the first reason why the base plan with changed values cannot run, or None.
 
         Memory is not checked here: see `out_of_memory`.
 
@@ -387,7 +391,7 @@ class LegalPlans:
         return (("pp",), f"makes {pp} stages, and {apart}: pp={self.blocks}.") if pp > self.blocks else None
 
     def divides_sequence(self, tp: int, cp: int) -> bool:
-        """True if sequence parallelism is legal with these degrees."""
+        """True if sequence parallelism is valid with these degrees."""
         return tp > 1 and self.refusal({"tp": tp, "cp": cp, "sequence": True}, ("sequence", "tp", "cp")) is None
 
     def schedule_fits(self, schedule: str, virtual: int, pp: int) -> bool:
@@ -397,14 +401,14 @@ class LegalPlans:
         return stages <= self.blocks and self.refusal(values, (*values, "cut")) is None
 
     def fsdp_refusal(self, schedule: str, pp: int) -> Refusal | None:
-        """Return the reason why fsdp cannot shard a rank's stages of this pipeline, or None."""
+        """Return the reason why fsdp cannot shard the stages of this pipeline, or None."""
         return self.refusal({"pp": pp, "schedule": schedule, "fsdp": 2}, ("fsdp", "tp", "ep", "pp", "schedule"))
 
     def allows_microbatches(self, least: int = 2) -> bool:
-        """True if a rank's samples may be computed in this number of microbatches.
+        """True if a rank's samples may be divided into this number of microbatches.
 
         Raises:
-            PlanError: it may not, but the job requires several microbatches.
+            PlanError: several microbatches are not allowed, but the job requires them.
         """
         refusal = self.refusal({"microbatches": least}, ("microbatches",))
         if refusal is not None and self.context.job.gradient_accumulation_steps > 1:
@@ -420,19 +424,21 @@ _VALUES = {"zero": (3, 2, 1), "sequence": (False, True), "schedule": SCHEDULES}
 def legal_plans(
     job: Job, cluster: Cluster, ranks: int | Iterable[int], *, keys: Sequence[str] = VARIED, base: Plan | None = None
 ) -> list[Plan]:
-    """Yield every plan with `ranks` ranks that passes `plan_errors`, small ones first.
+    """Return every plan with `ranks` ranks that passes `plan_errors`, in a fixed order.
 
-    The order never changes. Equivalent variants are left out. `zero` varies only with `fsdp`, and not in a pipeline,
-    which gathers and reduces once per step in any case. `sequence` varies with `tp`, and `schedule` with `pp`. With a
-    pipeline, each schedule gets the fewest microbatches, not fewer than `base` has, that keep every stage busy once.
+    Plans with fewer ranks come first. Equivalent variants are left out. `zero` varies only if `fsdp` is above 1 and
+    there is no pipeline, which gathers and reduces once per step for every `zero`. `sequence` varies only if `tp` is
+    above 1, and `schedule` only if `pp` is above 1. With a pipeline, each schedule has at least as many microbatches as
+    `base` and one for each stage, if possible.
 
     Args:
-        ranks: the number of ranks, or several such numbers, such as `range(1, 5)` for up to four.
-        keys: the keys that vary: degrees, `zero`, `sequence`, `schedule`, `remat`. The others stay as in `base`.
+        ranks: number of ranks, or several numbers, such as `range(1, 5)` for one to four ranks.
+        keys: keys that vary, which may be degrees, `zero`, `sequence`, `schedule` and `remat`. The other keys stay as
+            in `base`.
         base: `Plan()` by default.
 
     Raises:
-        ValueError: a key cannot vary here.
+        ValueError: `keys` contains a key that cannot vary.
         JobError: the model cannot be built.
     """
     if unknown := set(keys) - {*VARIED, "remat"}:
@@ -453,7 +459,7 @@ def legal_plans(
 
 
 def _fitting_degrees(context: PlanContext, most: int, keys: Sequence[str]) -> dict[str, list[int]]:
-    """Return values of each degree that pass the checks of that degree alone."""
+    """Return the values of each degree that pass the checks of this degree alone."""
     fitting = {}
     for key in DEGREES:
         own = [check for check in CHECKS if check.keys == (key,)]
@@ -485,7 +491,7 @@ def _factors(total: int, degrees: list[tuple[str, list[int]]]) -> Iterator[dict[
 
 
 def _variants(plan: Plan, job: Job, keys: Sequence[str]) -> Iterator[Plan]:
-    """Yield variants of the plan: every value of the keys that have an effect."""
+    """Yield a plan with every value of the keys that have an effect."""
     values: dict[str, Sequence[Any]] = {"remat": REMATS if "remat" in keys else (plan.remat,)}
     for key, degree in MEANT_FOR.items():
         values[key] = (getattr(plan if getattr(plan, degree) > 1 else Plan, key),)
@@ -501,9 +507,9 @@ def _variants(plan: Plan, job: Job, keys: Sequence[str]) -> Iterator[Plan]:
 
 
 def _microbatches(plan: Plan, job: Job) -> int | None:
-    """Return the fewest microbatches that the schedule can run.
+    """Return the smallest suitable number of microbatches for a schedule, or None.
 
-    If possible, there is one per stage and sample.
+    If possible, there is at least one microbatch for each stage.
     """
     share = job.global_batch // plan.data_ranks
     fitting = [

@@ -1,5 +1,5 @@
-"""Tensor parallelism of a recorded model: divisible regions are found and verified in advance.
+"""Tensor parallelism of a recorded model. Divisible regions are found and verified before a run.
 
-Read `rules.py` first (dimensions that are divided together), then `regions.py` and `degrees.py`. `split/tensor` carries
-out the division; the planner counts its cost.
+Read `rules.py` first (dimensions that are divided together), then `regions.py` and `degrees.py`. `split/tensor` applies
+the division. The planner predicts the cost of the division.
 """

@@ -1,6 +1,6 @@
-"""Weights that tensor parallelism divides at each degree, for the planner.
+"""Weights that tensor parallelism divides at each degree.
 
-They are found with the same search as in the split.
+The planner and the split use the same search.
 """
 
 from __future__ import annotations
@@ -47,11 +47,12 @@ class DividedWeights:
     """Names of the parameters that tensor parallelism divides.
 
     Attributes:
-        columns, rows: parameters of regions; the rows end a region.
+        columns, rows: parameters of the column-parallel and row-parallel layers in regions. A region ends with
+            row-parallel layers.
         gathered: weights of unpaired linear layers, whose outputs are gathered.
-        logits: members of `gathered` that are weights of output heads, which a cross-entropy loss uses without
+        logits: weights in `gathered` that belong to output heads. A cross-entropy loss uses their outputs without
             gathering.
-        tables: weights of embeddings, divided along the vocabulary.
+        tables: weights of embeddings, which are divided along the vocabulary.
     """
 
     columns: frozenset[str] = _NONE
@@ -67,28 +68,28 @@ class DividedWeights:
 
 
 class TensorDegrees:
-    """Divided weights of a model by the number of tp ranks.
+    """Divided weights of a model for each number of tp ranks.
 
-    A model that cannot be traced has none. No exception is raised here: errors in the model's code appear when it is
-    traced.
+    A model that cannot be traced has no divided weights. Errors in the model's code are not raised here, but by
+    `trace`.
 
     Args:
-        model: the model, which is kept; its parameters may be on the meta device and are not read.
+        model: model to divide. Its parameters are not read, and may be on the meta device.
         example: a batch as the engine passes it to `call`, of real or meta tensors.
     """
 
     def __init__(self, model: nn.Module, example: Batch, call: Call) -> None:
         self._model, self._example, self._call = model, example, call
         self._survey = survey(model, example, call)
-        # by the regions that a degree divides, and the heads that it copies: a proof at one degree also holds for
-        # others
+        # maps the regions that a degree divides, and the heads that it copies, to a proof, which also holds for other
+        # such degrees
         self._proofs: dict[frozenset[tuple[int, frozenset[int]]], Proof] = {}
 
     @property
     def least(self) -> int:
-        """Return the smallest degree above 1 that divides all heads, or any region.
+        """Smallest degree above 1 that divides all attention heads; without heads, any region.
 
-        The result is 2 if there is none.
+        It is 2 if there is no such degree.
         """
         regions = self._survey.regions
         heads = [set(region.degrees) for region in regions if region.attention]
@@ -96,11 +97,14 @@ class TensorDegrees:
         return min(working - {1}, default=2)
 
     def refusals(self, ranks: int) -> list[PlanProblem]:
-        """Return the reasons for which the split would refuse a number of ranks."""
+        """Return the reasons why the split would refuse this number of ranks."""
         return refusals(self._survey.regions, ranks)
 
     def at(self, ranks: int) -> DividedWeights:
-        """Return the weights that are divided over `ranks` ranks; none if the split would refuse."""
+        """Return the weights that are divided over `ranks` ranks.
+
+        No weights are divided if the split would refuse this number of ranks.
+        """
         regions = self._survey.regions
         if refusals(regions, ranks):
             return DividedWeights()
@@ -137,11 +141,11 @@ Owners = dict[str, list[tuple[nn.Module, str]]]
 
 @dataclass
 class Unpaired:
-    """Unpaired layers of a model.
+    """Large layers of a model that belong to no region.
 
     Attributes:
         divided: maps the name of a weight to the paths of the layers that share it.
-        heads: the layers that compute the model's logits, which no other operation reads.
+        heads: paths of the layers that compute the model's logits, if no other operation reads these logits.
         whole: maps the path of a layer to the reason why it stays replicated.
     """
 
@@ -159,13 +163,13 @@ def find_unpaired(
     partial: Collection[str] | None = None,
     own: Collection[str] = (),
 ) -> Unpaired:
-    """Find large layers outside of all regions.
+    """Find the large layers outside of all regions, and divide those that can be divided.
 
     With `vocabulary`, embeddings and output heads of any size are divided as well.
 
     Args:
         partial: names of parameters whose gradients are partial sums; None uses those of the proof.
-        own: paths of layers that only process a rank's tokens.
+        own: paths of layers that process only this rank's tokens.
     """
     owners, found, graph = owners_of(model), Unpaired(), proof.graph
     paths = {id(module): path for path, module in model.named_modules()}
@@ -210,7 +214,7 @@ def owners_of(model: nn.Module) -> Owners:
 
 
 def rows_of(module: nn.Module) -> int:
-    """Return the number of a layer's rows: a linear layer's outputs or an embedding's entries."""
+    """Return the number of outputs of a linear layer, or of entries in an embedding."""
     return weighted(module).weight.shape[1 if is_transposed(module) else 0]
 
 
@@ -246,7 +250,7 @@ def _uses(graph: Graph, parameter: str) -> list[Node]:
 
 
 def _heads(graph: Graph | None) -> dict[str, tuple[bool, int]]:
-    """Find output heads by path, with their width.
+    """Return the paths of output heads, each with a flag and its width.
 
     The flag is True if no other operation reads the output.
     """
@@ -283,7 +287,7 @@ _TAKES_SIZES = CREATIONS | {"split", "split_with_sizes", "chunk", "slice", "narr
 
 @dataclass
 class Proof:
-    """Regions that may be divided, and reasons for the layers that may not.
+    """Regions that are verified to be divisible, and the reasons why other layers stay replicated.
 
     `graph` is None for a model that cannot be traced.
     """
@@ -308,13 +312,13 @@ class Proof:
 
     @property
     def used_in_part(self) -> dict[str, Label]:
-        """Labels of parameters that every rank holds whole but uses in part, by name."""
+        """Labels of the parameters that every rank holds whole but uses in part."""
         return {} if self.graph is None else rows_of_heads(self.graph, self.labels)
 
 
 @dataclass
 class Survey:
-    """Regions of a model for any number of ranks, not yet verified.
+    """Candidate regions of a model for any number of ranks. They are not yet verified.
 
     `graph` is None for a model that cannot be traced.
     """
@@ -340,12 +344,12 @@ def survey(model: nn.Module, example: Batch, call: Call) -> Survey:
 
 
 def prove(model: nn.Module, ranks: int, example: Batch, call: Call, surveyed: Survey | None = None) -> Proof:
-    """Find everything that can be divided over `ranks` ranks.
+    """Find and verify all regions that can be divided over `ranks` ranks.
 
     `refused` has reasons if attention heads cannot be divided.
 
     Args:
-        surveyed: the model's survey, if it exists already.
+        surveyed: survey of the model; None creates it.
     """
     found = survey(model, example, call) if surveyed is None else surveyed
     proof = Proof(found.graph, why_whole=dict(found.why_whole), notes=list(found.notes), hints=_hints(model))
@@ -368,7 +372,7 @@ def prove(model: nn.Module, ranks: int, example: Batch, call: Call, surveyed: Su
 
 
 def refusals(regions: list[Region], ranks: int) -> list[PlanProblem]:
-    """Return the reasons against a degree: each number of heads that it does not divide."""
+    """Return a problem for each number of heads that `ranks` ranks cannot divide."""
     bad: dict[tuple[tuple[int, ...], tuple[int, ...]], list[Region]] = {}
     for region in regions:
         if region.attention and not region.divides(ranks):
@@ -395,7 +399,7 @@ def _common(paths: list[str]) -> str:
 
 
 def _hints(model: nn.Module) -> dict[str, str]:
-    """Return the parallel styles of this model's layers in Hugging Face's own plan."""
+    """Return the parallel style of each layer according to the model's Hugging Face plan."""
     plan = getattr(model, "_tp_plan", None) or {}
     prefix = getattr(model, "base_model_prefix", "")
     styles = {pattern: style for name, style in plan.items() for pattern in (name, f"{prefix}.{name}")}
@@ -403,7 +407,7 @@ def _hints(model: nn.Module) -> dict[str, str]:
 
 
 def _alike(regions: list[Region]) -> list[list[Region]]:
-    """Group the same layers in different blocks, which are kept or dropped together."""
+    """Group the regions of corresponding layers in different blocks. A group is kept or dropped as a whole."""
     groups: dict[str, list[Region]] = {}
     for region in regions:
         groups.setdefault(re.sub(r"\d+", "*", region.columns[0]), []).append(region)
@@ -418,7 +422,7 @@ def _leave_whole(proof: Proof, region: Region, why: str) -> None:
 def _keep_proven(
     proof: Proof, groups: list[list[Region]], model: nn.Module, ranks: int, example: Batch, call: Call
 ) -> None:
-    """Keep the groups of regions that pass the second trace.
+    """Keep the groups of regions that pass verification.
 
     All groups are tried at once. If that fails, they are tried one by one.
     """
@@ -435,10 +439,10 @@ def _keep_proven(
 
 
 def _verify(proof: Proof, regions: list[Region], model: nn.Module, ranks: int, example: Batch, call: Call) -> None:
-    """Trace the model with a rank's shapes. Add the regions if the trace matches the rules.
+    """Trace the model with one rank's shapes, and keep the regions if they match.
 
     Raises:
-        Unfollowable: it does not match.
+        Unfollowable: the trace does not match the rules.
     """
     graph = proof.graph
     assert graph is not None
@@ -449,7 +453,7 @@ def _verify(proof: Proof, regions: list[Region], model: nn.Module, ranks: int, e
 
 
 def shapes_of(graph: Graph, labels: dict[int, Label], ranks: int) -> Shapes:
-    """Return the shapes of a rank's parts of the divided parameters."""
+    """Return the shapes of the parts of divided parameters that one rank holds."""
     named = {v: graph.values[v] for v in labels if graph.values[v].kind == "parameter"}
     return {value.name: labels[v].local(value.shape, ranks) for v, value in named.items()}
 
@@ -457,10 +461,10 @@ def shapes_of(graph: Graph, labels: dict[int, Label], ranks: int) -> Shapes:
 def retraced(
     graph: Graph, labels: dict[int, Label], shapes: Shapes, model: nn.Module, ranks: int, example: Batch, call: Call
 ) -> Rewrites:
-    """Return code rewrites that make the model compute a rank's part as `labels` predict.
+    """Return rewrites of the model's code for the division that `labels` describe.
 
     Raises:
-        Unfollowable: there are none.
+        Unfollowable: no rewrites make the model compute this part.
     """
     rewriter = ShapeRewriter(graph, labels, ranks, model)
     try:
@@ -482,8 +486,8 @@ def retraced(
 def compare(graph: Graph, again: Graph, labels: dict[int, Label], ranks: int) -> None:
     """Compare a trace of the divided model with the trace of the whole model.
 
-    Operations that only change the layout are not compared: a mistake in them appears in the shapes of the operations
-    that read them.
+    Operations that only change the layout are not compared. An error in such an operation appears in the shapes of the
+    operations that read its result.
 
     Raises:
         Unfollowable: an operation is missing, added or replaced, or has a shape that `labels` do not predict.
@@ -510,10 +514,10 @@ def _computing(graph: Graph) -> list[Node]:
 
 
 def _numbers(node: Node) -> list[Any]:
-    """Return the numbers among a node's arguments, which must not change on a rank.
+    """Return the numbers among a node's arguments. They must be the same on a rank as in the whole model.
 
-    For example, a scale may be computed from a shape. Attention needs no flag for grouped heads if a rank has a single
-    head of keys and values.
+    A changed number means, for example, that a scale was computed from a shape. The flag `enable_gqa` of attention is
+    ignored, because a rank with a single key-value head does not need it.
     """
     if node.name in _TAKES_SIZES:
         return []

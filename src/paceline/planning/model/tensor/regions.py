@@ -1,9 +1,9 @@
-"""Regions of a trace that begin with column-parallel layers and end in row-parallel ones.
+"""Regions of a trace that begin with column-parallel layers and end with row-parallel layers.
 
-A region is grown from one linear layer by the rules in `rules.py` until they imply nothing more. For example, the query
+A region grows from one linear layer until the rules in `rules.py` imply no further tensors. For example, the query
 layer implies the key and value layers, the relative position bias and the output layer. A region that reaches an
-operation that cannot be divided is dropped, so the remaining ones are correct by construction. This is the division of
-Shoeybi et al. (2019, arXiv:1909.08053), found by search instead of by hand.
+indivisible operation is dropped, so the remaining regions are correct by construction. The result is the division of
+Shoeybi et al. (2019, arXiv:1909.08053), found by a search instead of by hand.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ _ATTENTION = {"scaled_dot_product_attention", "bmm", "matmul", "baddbmm", "einsu
 
 @dataclass
 class Region:
-    """Values that are divided together.
+    """Set of tensors that are divided together.
 
     Attributes:
-        columns, rows: paths of its column- and row-parallel linear layers.
+        columns, rows: paths of the column-parallel and row-parallel linear layers in the region.
         heads: sizes of the dimensions that attention divides, without those in `shared`.
         sizes: sizes of all divided dimensions, without those in `shared`.
-        shared: keys and values, which can be divided over fewer ranks than the other values.
+        shared: tensors of keys and values, which can be divided over fewer ranks than other tensors.
     """
 
     labels: dict[int, Label]
@@ -44,16 +44,16 @@ class Region:
     shared: list[SharedHeads] = field(default_factory=list)
 
     def divides(self, ranks: int) -> bool:
-        """True if `ranks` divides all sizes, and fits all shared heads."""
+        """True if `ranks` ranks can divide all sizes and all shared heads."""
         return all(size % ranks == 0 for size in self.sizes) and all(heads.fits(ranks) for heads in self.shared)
 
     @property
     def degrees(self) -> list[int]:
-        """Return the numbers of ranks over which the region can be divided."""
+        """Numbers of ranks over which the region can be divided."""
         return [n for n in range(1, gcd(*self.sizes) + 1) if self.divides(n)]
 
     def labels_over(self, ranks: int) -> dict[int, Label]:
-        """Return the labels over `ranks` ranks, of which several may have the same shared heads."""
+        """Return the labels for a division over `ranks` ranks. Several ranks may hold the same shared heads."""
         found = dict(self.labels)
         for heads in self.shared:
             found |= heads.labels(self.labels, ranks)
@@ -76,7 +76,7 @@ class TensorRegions:
 def find_regions(graph: Graph, hints: dict[str, str] | None = None) -> TensorRegions:
     """Find every region of a graph, in the order of the computation.
 
-    No region begins with a layer that `hints` calls row-parallel.
+    `hints` maps the paths of layers to parallel styles. No region begins with a layer of the style `rowwise`.
     """
     found, taken = TensorRegions(), set[int]()
     for node in graph.nodes:
@@ -105,7 +105,10 @@ def find_regions(graph: Graph, hints: dict[str, str] | None = None) -> TensorReg
 
 
 def _sections(graph: Graph, value: int) -> Iterator[tuple[int, ...]]:
-    """Yield candidate sections of a linear layer's output: one, or the splits of its users."""
+    """Yield ways to divide a linear layer's output into sections.
+
+    The output may be one section, or have the sections into which later operations split it.
+    """
     size = graph.values[value].shape[-1]
     yield (size,)
     for number, _ in graph.values[value].uses:
@@ -181,12 +184,12 @@ def _around(graph: Graph, value: int) -> set[int]:
 
 @dataclass
 class Boundaries:
-    """Places where gradients are partial sums that must be summed over ranks.
+    """Places where gradients are partial sums that must be reduced over ranks.
 
     Attributes:
-        copies: module calls with an argument that only divided layers read: (entry, value).
+        copies: pairs (entry, value) of a module call and an argument that only divided layers read.
         parameters: names of replicated parameters used in divided operations; their gradients are partial sums.
-        results: row-parallel layers with a reduced output that only divided operations read.
+        results: paths of row-parallel layers whose reduced output is read only by divided operations.
     """
 
     copies: list[tuple[Entry, int]] = field(default_factory=list)
@@ -204,8 +207,8 @@ def find_boundaries(graph: Graph, labels: dict[int, Label]) -> Boundaries:
     has exactly one reduction.
 
     Raises:
-        Unfollowable: a tensor or a parameter is read by divided and by undivided operations in one module, so that no
-            place for a reduction exists.
+        Unfollowable: divided and undivided operations of the same module read a tensor, so there is no place for a
+            reduction.
     """
     result, learns = Boundaries(), _learned(graph)
     # maps a value to the nodes whose gradient for it is a partial sum
@@ -263,7 +266,7 @@ def _walk_back(
 ) -> None:
     """Propagate partial sums of gradients from a node's outputs to its inputs.
 
-    Gradients are linear in later gradients.
+    This is correct because the gradients of inputs are linear in the gradients of outputs.
 
     Raises:
         Unfollowable: the operation's gradient is unknown, or an input is divided.
@@ -280,12 +283,12 @@ def _walk_back(
 
 
 def _once_a_module(graph: Graph, copies: list[tuple[Entry, int]], learns: list[bool]) -> list[tuple[Entry, int]]:
-    """Keep the first call of a module that is called repeatedly.
+    """Keep only the first call of each module that is called repeatedly.
 
-    A change applies to all its calls.
+    A reduction that is added to a module applies to all calls of the module.
 
     Raises:
-        Unfollowable: the calls need different changes.
+        Unfollowable: only some calls of a module need the reduction.
     """
     wanted = {
         (entry.path, place, value) for entry, value in copies for place, v in entry.arguments.items() if v == value
@@ -304,7 +307,7 @@ def _once_a_module(graph: Graph, copies: list[tuple[Entry, int]], learns: list[b
 
 
 def _boundaries(graph: Graph, value: int, uses: set[int], wanted: set[int]) -> list[Entry]:
-    """Yield the outermost calls with the value as an argument that only `wanted` nodes read."""
+    """Return the outermost module calls in which only the nodes `wanted` read the argument `value`."""
     found: list[Entry] = []
     # longest first
     for entry in sorted(graph.entries, key=lambda e: e.start - e.stop):
@@ -316,7 +319,10 @@ def _boundaries(graph: Graph, value: int, uses: set[int], wanted: set[int]) -> l
 
 
 def _learned(graph: Graph) -> list[bool]:
-    """True for values that may have a gradient: computed from a parameter, or an input."""
+    """Return for each value whether it may have a gradient.
+
+    These are inputs, parameters, and values computed from them.
+    """
     learns = [value.kind in {"parameter", "input"} and value.floating for value in graph.values]
     for node in graph.nodes:
         if any(learns[v] for v in node.inputs):
@@ -332,14 +338,14 @@ _SAME_ELEMENTS = {"clone", "contiguous", "alias", "to", "_to_copy"}
 
 @dataclass(frozen=True)
 class Joint:
-    """A place where few heads are combined with the many heads that share them.
+    """Operation that combines a few key-value heads with the many heads that share them.
 
     Attributes:
-        few, many: a tensor with the few heads, and one with the many.
-        times: how many of the many heads share one.
+        few, many: tensor with the few heads, and tensor with the many heads.
+        times: number of heads in `many` that share one head in `few`.
         path: the module whose code it is.
-        repeated: the result with repeated heads before dimensions are merged, if heads are repeated.
-        dim: the dimension of the repeated heads in that result.
+        repeated: result of repeating heads, before dimensions are merged; None if the operation does not repeat heads.
+        dim: dimension of the repeated heads in `repeated`.
     """
 
     few: int
@@ -352,10 +358,10 @@ class Joint:
 
 @dataclass(frozen=True)
 class SharedHeads:
-    """Tensors between the projection to keys or values and the joints.
+    """Tensors between a key or value projection and the joints.
 
     Attributes:
-        values: the tensors, and the projection's weight and bias.
+        values: these tensors, and the weight and bias of the projection.
         heads: number of heads.
     """
 
@@ -363,11 +369,11 @@ class SharedHeads:
     heads: int
 
     def fits(self, ranks: int) -> bool:
-        """True if a rank has whole heads, or several ranks share one."""
+        """True if every rank holds whole heads, or several ranks share one head."""
         return self.heads % ranks == 0 or ranks % self.heads == 0
 
     def labels(self, labels: dict[int, Label], ranks: int) -> dict[int, Label]:
-        """Return the labels of `values` over a number of ranks that fits."""
+        """Return the labels of `values` for a division over `ranks` ranks."""
         copies = 1 if self.heads % ranks == 0 else ranks // self.heads
         return {v: replace(labels[v], copies=copies) for v in self.values}
 
@@ -417,14 +423,14 @@ def joints_of(graph: Graph, node: Node, labels: dict[int, Label]) -> Iterator[Jo
 
 
 def _times(few: Label | None, many: Label | None) -> int:
-    """Return the number of `many` that share one of `few`; 1 if unrelated."""
+    """Return how many heads of `many` share one head of `few`; else 1."""
     if few is None or many is None or few.outer != many.outer or len(few.sizes) > 1 or len(many.sizes) > 1:
         return 1
     return many.sizes[0] // few.sizes[0] if many.sizes[0] % few.sizes[0] == 0 else 1
 
 
 def _expanded(graph: Graph, value: int, dim: int, times: int) -> int | None:
-    """Return the result of the `expand` that made a value's dimension `times` large, or None."""
+    """Return the result of the `expand` that gave a dimension the size `times`, or None."""
     shape = graph.values[value].shape
     while graph.values[value].producer >= 0 and dim < len(shape) and shape[dim] == times:
         node = graph.nodes[graph.values[value].producer]
@@ -438,9 +444,10 @@ def _expanded(graph: Graph, value: int, dim: int, times: int) -> int | None:
 
 
 def _may_be_copied(graph: Graph, values: frozenset[int], labels: dict[int, Label]) -> bool:
-    """True if only linear layers read the parameters and no operation draws random numbers.
+    """True if several ranks may compute the same values without differences.
 
-    Ranks with the same head would draw different numbers for it.
+    Only linear layers may read the parameters, and no operation may draw random numbers, which would differ between
+    ranks.
     """
     for v in values:
         numbers = {number for number, _ in graph.values[v].uses} | {graph.values[v].producer}
@@ -456,14 +463,14 @@ def _may_be_copied(graph: Graph, values: frozenset[int], labels: dict[int, Label
 
 @dataclass(frozen=True)
 class Repeat:
-    """A place at which a rank repeats heads fewer times than the whole model.
+    """Operation that repeats heads fewer times on a rank than in the whole model.
 
     Attributes:
         path: the module whose code it is.
-        times: how often the whole model repeats them.
-        by: the divisor of `times` on a rank.
-        repeated, dim: as in `Joint`; None if attention itself repeats heads.
-        merged: the result with repeated heads in one dimension.
+        times: number of times that the whole model repeats the heads.
+        by: number by which `times` is divided on a rank.
+        repeated, dim: as in `Joint`; `repeated` is None if attention itself repeats heads.
+        merged: result in which the repeated heads are merged into one dimension.
     """
 
     path: str
@@ -475,7 +482,7 @@ class Repeat:
 
 
 def repeats_of(graph: Graph, labels: dict[int, Label], ranks: int) -> list[Repeat]:
-    """Return places that repeat heads which several ranks share."""
+    """Return the operations that repeat heads which several ranks share."""
     found = []
     for node in graph.nodes:
         for joint in joints_of(graph, node, labels):
@@ -488,7 +495,7 @@ def repeats_of(graph: Graph, labels: dict[int, Label], ranks: int) -> list[Repea
 
 
 def _repeats_of_one(graph: Graph, node: Node, labels: dict[int, Label], ranks: int) -> Iterator[Repeat]:
-    """Yield places where a single, undivided head is repeated for all queries."""
+    """Yield the operations that repeat a single, undivided key-value head for all query heads."""
     if node.name == "scaled_dot_product_attention":
         query = labels.get(node.inputs[0])
         back = len(graph.values[node.inputs[0]].shape) - query.dim if query is not None else 0
@@ -508,9 +515,9 @@ def _repeats_of_one(graph: Graph, node: Node, labels: dict[int, Label], ranks: i
 
 
 def counts_of(module: nn.Module, times: int) -> list[str]:
-    """Return attributes of a module with the number of query heads that share a head.
+    """Return the attributes that contain the number of query heads per key-value head.
 
-    Functions outside of the module read them, such as `repeat_kv` of Hugging Face models.
+    Functions outside of the module read these attributes, such as `repeat_kv` of Hugging Face models.
     """
     return [
         name
@@ -526,7 +533,7 @@ class _Connected:
         self._up = {v: v for v in values}
 
     def of(self, value: int) -> int:
-        """Return the value that represents a set."""
+        """Return the value that represents the set of a value."""
         while self._up[value] != value:
             self._up[value] = value = self._up[self._up[value]]
         return value
@@ -541,9 +548,9 @@ class _Connected:
 
 
 def rows_of_heads(graph: Graph, labels: dict[int, Label]) -> dict[str, Label]:
-    """Return labels of the projections' parameters with rows for a rank's heads, by name.
+    """Return the labels of projection parameters of which a rank uses only some rows.
 
-    Each rank uses only these rows.
+    The result maps the names of the parameters to labels.
     """
     return {
         graph.values[v].name: label

@@ -1,9 +1,9 @@
-"""Sharding rules: for every operation, the dimensions of its tensors that are divided together.
+"""Sharding rules, which state for every operation the dimensions that are divided together.
 
-This is sharding propagation (Xu et al., 2021, arXiv:2105.04663): an operation has a set of indices, and each index runs
-over a dimension of some of its tensors. Dividing along an index divides all of them. An index that is summed or
-normalised over cannot be divided. The one exception is a linear layer with divided inputs, whose outputs are partial
-sums for an all-reduce.
+The method is sharding propagation (Xu et al., 2021, arXiv:2105.04663). An operation has a set of indices, and each
+index runs over one dimension of some of the tensors. Division along an index divides all these tensors. An index over
+which an operation sums or normalises cannot be divided. The only exception is a linear layer with divided inputs, whose
+outputs are partial sums for an all-reduce.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ Tie = list[Slot]
 
 @dataclass(frozen=True)
 class Label:
-    """A division along `dim` into sections, of which each rank holds an equal part.
+    """Division of a tensor along `dim`. Each rank holds an equal part of every section.
 
-    The dimension is `outer` repeats of the sections `sizes`. If there are fewer parts than ranks, `copies` consecutive
-    ranks hold the same part.
+    The dimension consists of `outer` repeats of sections with the sizes `sizes`. If there are fewer parts than ranks,
+    `copies` consecutive ranks hold the same part.
     """
 
     dim: int
@@ -37,13 +37,13 @@ class Label:
 
     @classmethod
     def of(cls, dim: int, sections: Sequence[int]) -> Label:
-        """Return the label of these sections, in its canonical form."""
+        """Create the label for these sections, in canonical form."""
         first = sections[0]
         return cls(dim, len(sections), (first,)) if all(s == first for s in sections) else cls(dim, 1, tuple(sections))
 
     @property
     def sections(self) -> tuple[int, ...]:
-        """Return the sizes of all sections in order."""
+        """Sizes of all sections, in order."""
         return self.sizes * self.outer
 
     def along(self, dim: int) -> Label:
@@ -51,19 +51,19 @@ class Label:
         return Label(dim, self.outer, self.sizes)
 
     def local(self, shape: Sequence[int], ranks: int) -> tuple[int, ...]:
-        """Return the shape of a rank's part."""
+        """Return the shape of the part of a tensor that one rank holds."""
         return tuple(n // self.parts(ranks) if d == self.dim else n for d, n in enumerate(shape))
 
     def parts(self, ranks: int) -> int:
-        """Return the number of different parts that the ranks hold."""
+        """Return the number of distinct parts over `ranks` ranks."""
         return ranks // self.copies
 
 
 def implied(graph: Graph, node: Node, labels: dict[int, Label]) -> dict[int, Label]:
-    """Return the labels of a node's tensors that follow from the known ones.
+    """Return the labels of a node's tensors that follow from the known labels.
 
     Raises:
-        Unfollowable: the operation does not support divided tensors, or has no rule here.
+        Unfollowable: the operation does not support divided tensors, or there is no rule for the operation.
     """
     tensors = [*node.inputs, *node.outputs]
     shapes = [graph.values[v].shape for v in tensors]
@@ -84,7 +84,7 @@ def implied(graph: Graph, node: Node, labels: dict[int, Label]) -> dict[int, Lab
 
 
 def is_row(node: Node, labels: dict[int, Label]) -> bool:
-    """True for a linear layer with divided inputs, whose outputs are partial sums."""
+    """True for a row-parallel linear layer, whose outputs are partial sums."""
     if node.op != "linear":
         return False
     x, weight = labels.get(node.inputs[0]), labels.get(node.inputs[1])
@@ -135,7 +135,7 @@ def bound(node: Node) -> dict[str, Any]:
 
 
 def _broadcast(shapes: list[tuple[int, ...]], inputs: int) -> list[Tie]:
-    """Return the ties of an element-wise operation.
+    """Return the dimensions that an element-wise operation with broadcasting divides together.
 
     Dimensions count from the right; dimensions of size 1 stay whole.
     """
@@ -160,9 +160,9 @@ def _permuted(node: Node, shapes: list[tuple[int, ...]]) -> list[Tie]:
 
 
 def _all_but(name: str) -> Callable[[Node, list[tuple[int, ...]]], list[Tie]]:
-    """Return a rule for operations that are element-wise except along some dimensions.
+    """Return the rule for operations that are element-wise except along some dimensions.
 
-    Argument `name` gives these dimensions.
+    The operation's argument `name` contains these dimensions.
     """
 
     def rule(node: Node, shapes: list[tuple[int, ...]]) -> list[Tie]:
@@ -268,7 +268,7 @@ def _linear(node: Node, shapes: list[tuple[int, ...]], known: dict[int, Label]) 
 def _reshaped(node: Node, shapes: list[tuple[int, ...]], known: dict[int, Label]) -> dict[int, Label]:
     """Propagate labels through a reshape.
 
-    Equal sections stay divided if they remain sections of one dimension.
+    A division into equal sections is kept if the sections stay within one dimension.
     """
     found = {}
     for slot, label in known.items():
@@ -340,7 +340,7 @@ def _deal(node: Node, sections: tuple[int, ...], start: int, sizes: list[int]) -
 
 
 def _repeated(node: Node, shapes: list[tuple[int, ...]], known: dict[int, Label]) -> dict[int, Label]:
-    """Propagate labels through repeat_interleave by a number, which repeats every row."""
+    """Propagate labels through repeat_interleave with an integer number of repeats."""
     given = bound(node)
     if not isinstance(given.get("repeats"), int) or given.get("dim") is None:
         raise Unfollowable(f"{_where(node)} is not followed")
@@ -359,7 +359,10 @@ def _repeated(node: Node, shapes: list[tuple[int, ...]], known: dict[int, Label]
 
 
 def _attention(node: Node, shapes: list[tuple[int, ...]], known: dict[int, Label]) -> dict[int, Label]:
-    """Divide batch and heads together; grouped heads are divided by their own number."""
+    """Propagate labels through attention, along the batch or the heads.
+
+    Query heads and grouped key-value heads are divided together.
+    """
     out = len(shapes) - 1
     found: dict[int, Label] = {}
     for known_slot, label in known.items():

@@ -1,7 +1,7 @@
-"""Shape rewriter: makes a module's code use a rank's sizes instead of full sizes.
+"""Shape rewriter, which changes full sizes in code to sizes on one rank.
 
-Only the method's copy on that module is rewritten, never the source file. Worked example, with tp=2, hidden size 64 and
-8 heads of 8:
+Only a copy of the method on this module is rewritten, never the source file. Worked example, with tp=2, hidden size 64
+and 8 heads of 8:
 
     def forward(self, x):                      # x (n, t, 64)
         q = self.query(x)                      # (n, t, 64); column-parallel, so (n, t, 32) on a rank
@@ -43,12 +43,12 @@ from paceline.planning.model.tensor.rules import Label
 
 
 class Rewrite(NamedTuple):
-    """One size that a rank divides by `by`.
+    """Size in a module's code that is divided by `by` on a rank.
 
     Attributes:
-        site: site of the call; None for an attribute of the module.
+        site: position of the call in the code; None for an attribute of the module.
         kind: `sizes`, `split`, `slice` or `repeats`, or the attribute's name.
-        which: index of the size.
+        which: index of the size among the sizes of the call.
     """
 
     site: Site | None
@@ -69,7 +69,8 @@ _NEW = {"zeros", "ones", "empty", "full"}
 class ShapeRewriter:
     """Recorder of the sizes that must change on a rank, used during a second trace.
 
-    Parameters then have a rank's shapes. An instance is the argument `rewrite` of `trace`; `rewrites` is the result.
+    In this trace, parameters have the shapes of one rank. An instance is passed as the argument `rewrite` of
+    `record_graph`. The attribute `rewrites` contains the result.
     """
 
     def __init__(self, graph: Graph, labels: dict[int, Label], ranks: int, model: nn.Module) -> None:
@@ -118,14 +119,17 @@ class ShapeRewriter:
         self.rewrites.setdefault(full.path, set()).add(Rewrite(full.site, kind, which, by))
 
     def _note_attributes(self, repeat: Repeat) -> bool:
-        """Divide a module's attributes with a repeat count of heads; False if there are none."""
+        """Note that a module's attributes with the repeat count of heads must be divided.
+
+        Returns False if the module has no such attributes.
+        """
         names = counts_of(self.model.get_submodule(repeat.path), repeat.times)
         if names:
             self.rewrites.setdefault(repeat.path, set()).update(Rewrite(None, name, 0, repeat.by) for name in names)
         return bool(names)
 
     def _elsewhere(self, full: PythonCall, repeat: Repeat) -> bool:
-        """True if code outside of the module repeats heads by a module's attribute."""
+        """True if code outside of the module repeats heads, using a module's attribute."""
         if full.site is None or _is_own(self.model.get_submodule(full.path), full.site.code):
             return False
         return self._note_attributes(repeat)
@@ -133,7 +137,7 @@ class ShapeRewriter:
     def _repeats(
         self, full: PythonCall, args: tuple[Any, ...], kwargs: dict[str, Any], repeat: Repeat
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Make a call repeat heads once for each query head that a rank has."""
+        """Change a call to repeat each head once per query head on a rank."""
         own = repeat.times // repeat.by
         if full.name == "repeat_interleave":
             if not self._elsewhere(full, repeat):
@@ -203,9 +207,9 @@ class ShapeRewriter:
 
 
 def part(sizes: Any, ranks: int, which: int | None = None) -> Any:
-    """Return a rank's own sizes, given the full ones.
+    """Return the sizes on one rank, given the full sizes.
 
-    One size, all sizes of a list, or only number `which` of a list are divided.
+    An integer is divided. Of a list, all sizes are divided, or only size number `which`.
     """
     if isinstance(sizes, int):
         return sizes // ranks
@@ -215,10 +219,10 @@ def part(sizes: Any, ranks: int, which: int | None = None) -> Any:
 
 
 def install(model: nn.Module, rewrites: Rewrites) -> Callable[[], None]:
-    """Install the rewritten methods and attributes; returns a function that removes them.
+    """Install the rewritten methods and attributes, and return a function that removes them.
 
     Raises:
-        Unfollowable: a size is used in code that is not a method of the module, or whose source is not available.
+        Unfollowable: a size to rewrite is in code that is not a method of the module, or whose source is not available.
     """
     installed: list[tuple[nn.Module, str]] = []
     attributes: list[tuple[nn.Module, str, int]] = []
@@ -319,7 +323,7 @@ def _parsed(file: str) -> ast.Module:
 
 
 class _SizeTransformer(ast.NodeTransformer):
-    """Transformer that rewrites sizes in calls and subscripts, found by end line and column."""
+    """AST transformer that rewrites sizes in calls and subscripts at given positions."""
 
     def __init__(self, at: dict[tuple[int, int], _Changes]) -> None:
         self.open = at
