@@ -354,7 +354,7 @@ def test_a_small_term_over_what_a_rank_sees_is_said() -> None:
     def loss(output: Any, _: Any) -> Any:
         return output["loss"]
 
-    with pytest.warns(UserWarning, match="they are over each part by itself"):
+    with pytest.warns(UserWarning, match="these terms are computed for each part separately"):
         assert len(losses(loss, PARTS[0], Sequences(), partial(InBatch, 1e-3))) == 4
 
 

@@ -83,8 +83,8 @@ _TEXT_BYTES, _DIGEST_BYTES = 240, 16  # limits for the description of a call: re
 class CheckedGroup(Group):
     """View of a group that compares every call over the ranks before the call starts.
 
-    If a call differs in collective, dtype or shape, all ranks raise a SyncError that names two of the ranks. Messages
-    are compared between sender and receiver, and both raise the error.
+    If a call differs in collective, dtype or shape, all ranks raise a SyncError that names two of the ranks. For
+    messages, only sender and receiver compare the call, and both raise the error.
 
     Args:
         plain: the group that makes the calls.

@@ -170,7 +170,7 @@ class LossNormalization:
 
         Raises:
             DataError: the loss cannot compare this target with this output.
-            JobError: see `one_number`.
+            JobError: the loss is not a single number with a gradient.
         """
         try:
             made = loss(output, target)

@@ -39,7 +39,7 @@ class Timing:
     def move(self, part: int, source: int) -> None:
         """Subtract the seconds of a part from `source`, in which they were also counted.
 
-        The part is first limited to the seconds of `source`.
+        The part gets at most the seconds of `source`.
         """
         self.parts_s[part] = min(self.parts_s[part], self.parts_s[source])
         self.parts_s[source] -= self.parts_s[part]

@@ -97,8 +97,8 @@ class BackwardPass:
         gradients: `collected` by the rule, `kept` in `.grad` until a later pass, or `refused` if the engine did not
             start the pass.
         last: True for the last pass before `after_backward` (gradient accumulation has several).
-        only: the parameters that got gradients since the last reduction, identical on all ranks; None if any parameter
-            may get a gradient.
+        only: the parameters that got gradients since the last reduction, identical on all ranks; None if every
+            parameter may get a gradient.
     """
 
     gradients: Literal["collected", "kept", "refused"] = "collected"
