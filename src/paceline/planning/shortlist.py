@@ -1,4 +1,4 @@
-"""Plans and settings that are worth measuring.
+"""Choice of the plans and settings that are worth measuring.
 
 The search among changes is greedy: one change after another is applied to the best plan so far, and is kept if it
 helps. That costs one comparison per change instead of one per combination. It can miss settings that only help
@@ -56,12 +56,12 @@ class Forecast:
     """A plan and its predicted step time.
 
     Attributes:
-        plan: text of the plan.
-        raw_s: the cost model's step time.
-        step_s: the step time corrected by earlier measurements on this hardware.
+        plan: the plan as text.
+        raw_s: step time predicted by the cost model, in seconds.
+        step_s: predicted step time after correction by earlier measurements on this hardware, in seconds.
         calibrated: True if the cost model used measurements of the machines.
-        fits: True if there is enough memory.
-        pairs: number of measurements of similar plans behind the correction.
+        fits: True if the plan fits the memory.
+        pairs: number of measurements of similar plans that the correction uses.
     """
 
     plan: str
@@ -87,11 +87,12 @@ def recorrected(forecasts: Iterable[Forecast], job: Job, cluster: Cluster) -> li
 
 
 def shortlist(job: Job, cluster: Cluster, default: Plan, forecasts: Sequence[Forecast]) -> list[Forecast]:
-    """Choose the few plans to measure, starting with the default unless it does not fit.
+    """Choose the plans to measure. The first is the default plan if it fits.
 
-    The best plans by prediction follow. Among plans with the same degrees only the best is taken. No plan is taken
-    whose predicted time exceeds the best by more than the error of predictions. A single rank comes before others, on
-    one core if further cores hardly help. All plans keep the precision and the result of a step.
+    The plans with the shortest predicted time follow. Of several plans with the same degrees, only the best is chosen.
+    A plan is left out if its predicted time exceeds the best time by more than the error of predictions. A plan with a
+    single rank has priority; it uses one core if additional cores hardly help. All plans keep the precision and the
+    result of a step.
     """
     order = sorted(
         (f for f in forecasts if f.fits and keeps_the_result(Plan.parse(f.plan), job)), key=lambda f: f.step_s
@@ -112,7 +113,7 @@ def shortlist(job: Job, cluster: Cluster, default: Plan, forecasts: Sequence[For
 
 
 def _on_one_core_or_all(forecasts: Sequence[Forecast]) -> list[Forecast]:
-    """Keep the forecast for a single rank either on one core or on all cores."""
+    """Of the forecasts for a single rank, keep either one core or all cores."""
     times = {forecast.plan: forecast.step_s for forecast in forecasts}
     one, all_of_them = str(ONE_CORE), str(Plan())
     if not {one, all_of_them} <= set(times):
@@ -124,15 +125,15 @@ def _on_one_core_or_all(forecasts: Sequence[Forecast]) -> list[Forecast]:
 def keeps_the_result(plan: Plan, job: Job) -> bool:
     """True if the plan computes the job's result up to rounding.
 
-    It keeps the precision, uses the whole batch in every step, and drops nothing.
+    Such a plan keeps the job's precision and has no inexact choices.
     """
     return not plan.inexact and plan.precision_for(job) == job.precision
 
 
 def startable(listed: Sequence[Forecast]) -> tuple[int, list[Forecast]]:
-    """Return the number of ranks of a trial, and the plans that they can run.
+    """Return the number of ranks in a trial, and the plans that fit them.
 
-    A plan that divides the model uses all ranks or one.
+    A plan that divides the model must use all ranks or a single rank.
     """
     plans = {forecast.plan: Plan.parse(forecast.plan) for forecast in listed}
     ranks = max(plan.ranks for plan in plans.values())
@@ -140,7 +141,7 @@ def startable(listed: Sequence[Forecast]) -> tuple[int, list[Forecast]]:
 
 
 def steps_per_epoch(job: Job) -> int:
-    """Return the steps per epoch if the job itself states its samples, else 0."""
+    """Return the number of steps per epoch, or 0 if it is unknown."""
     data = job.data
     samples = data.samples if isinstance(data, Synthetic) else _DIGITS if isinstance(data, Digits) else 0
     if data.limit is not None:
@@ -150,7 +151,7 @@ def steps_per_epoch(job: Job) -> int:
 
 
 def saved_share(listed: Sequence[Forecast]) -> float:
-    """Return the predicted relative saving of the best plan's step over the first plan's."""
+    """Return the fraction of the first plan's step time that the best plan saves."""
     return 1 - min(f.step_s for f in listed) / listed[0].step_s if listed else 0.0
 
 
@@ -159,8 +160,8 @@ def why_not_measured(listed: Sequence[Forecast], run_s: float | None, before_s: 
 
     Args:
         run_s: longest possible duration of the run; None if unknown.
-        before_s: duration of earlier, unmeasured runs of the job: measuring pays off for a job that is started
-            repeatedly.
+        before_s: total duration of earlier runs of the job without measuring. It counts because measuring pays off for
+            a job that is started repeatedly.
     """
     if run_s is None or run_s + before_s >= WORTH_S:
         return None
@@ -176,7 +177,8 @@ def why_not_measured(listed: Sequence[Forecast], run_s: float | None, before_s: 
 def share_to_spend(listed: Sequence[Forecast], run_s: float | None, others_s: float) -> float:
     """Return the fraction of a run that measuring may take.
 
-    It is half of the predicted saving, or a tenth of the run and of the other runs that benefit.
+    The fraction is half of the predicted saving, or a tenth of this run and of other runs that benefit, whichever is
+    larger.
     """
     if run_s is None or not run_s:
         return SHARE_OF_RUN
@@ -184,7 +186,7 @@ def share_to_spend(listed: Sequence[Forecast], run_s: float | None, others_s: fl
 
 
 def certain(listed: Sequence[Forecast]) -> Forecast | None:
-    """Return the plan to use without measuring: the first, or a clearly faster one."""
+    """Return the plan to use without measuring: the first plan, or a clearly faster one."""
     if not listed:
         return None
     best = min(listed, key=lambda f: f.step_s)
@@ -210,12 +212,12 @@ _ROUNDS = 15
 
 @dataclass(frozen=True, eq=False)
 class Alike:
-    """Errors of measured runs, from which errors of other runs are predicted.
+    """Model of prediction errors that similar runs share.
 
     Attributes:
-        places: `_place` of each run.
+        places: coordinates of each run (`_place`).
         frameworks: framework of each run.
-        left: for each run, the logarithm that the other runs do not explain.
+        left: for each run, the logarithm of the error that the other runs do not explain.
     """
 
     places: Floats
@@ -224,7 +226,7 @@ class Alike:
     left: tuple[float, ...]
 
     def log(self, layout: Layout) -> float:
-        """Return the expected logarithm of measured / predicted of a run, beyond its factor."""
+        """Return the expected logarithm of measured / predicted beyond the run's factor."""
         return float(_common([_place(layout)], [layout.framework.name], self.places, self.frameworks)[0] @ self.weights)
 
 
@@ -232,8 +234,8 @@ def alike(layouts: Sequence[Layout], logs: Sequence[float]) -> Alike:
     """Model the errors that similar runs share (a Gaussian process).
 
     Args:
-        logs: logarithms of measured / predicted that remain after the factors. Only differences between runs of a
-            framework count.
+        logs: logarithms of measured / predicted that remain after the correction factors. Only differences between runs
+            of the same framework are used.
     """
     places, frameworks = np.array([_place(one) for one in layouts]), tuple(one.framework.name for one in layouts)
     by_framework: dict[str, list[float]] = defaultdict(list)
@@ -250,7 +252,7 @@ def alike(layouts: Sequence[Layout], logs: Sequence[float]) -> Alike:
 
 
 def _common(places: ArrayLike, names: Sequence[str], others: ArrayLike, other_names: Sequence[str]) -> Floats:
-    """Return the covariance of each run of one set with each run of another."""
+    """Return the covariance between each run of one set and each run of another set."""
     apart = (np.asarray(places)[:, None] - np.asarray(others)) ** 2
     same = np.asarray(names)[:, None] == np.asarray(other_names)
     return np.asarray(COMMON**2 * np.exp(-0.5 * apart.sum(axis=-1)) * same)
@@ -298,17 +300,18 @@ _LEAST_GAIN = 0.01
 
 @dataclass(frozen=True)
 class PlanChange:
-    """A change of a plan that may make its steps faster.
+    """Change of a plan that may make its steps faster.
 
     Attributes:
-        changes: plan keys, each with its new value.
-        untried: reason why it cannot help here; None if it should be tried.
-        cost_s: additional seconds before its first step; it is tried only in a sufficiently long run.
-        hint: reason why it is not applied even if it is faster. It is then measured last, and only reported.
-        whole: True if it is another plan rather than a change of the best so far.
-        predicted_s: the step time of that plan, by the cost model.
-        of_update: True if only the update of a step differs. Then both sides use the same time for the other parts,
-            since their noise may exceed the duration of an update.
+        changes: maps plan keys to new values.
+        untried: reason why the change cannot help here; None if it should be tried.
+        cost_s: additional time before the first step, in seconds. The change is tried only if the run is long enough.
+        hint: reason why the change is not applied even if it is faster. Such a change is measured last and only
+            reported.
+        whole: True if the change replaces the whole plan.
+        predicted_s: predicted step time of the new plan in seconds, if `whole`.
+        of_update: True if only the optimizer update differs. Both plans then use the same time for the other parts of a
+            step, because the noise of these parts may exceed the duration of an update.
     """
 
     changes: dict[str, Any]
@@ -336,16 +339,16 @@ class PlanChange:
 
 @dataclass(frozen=True)
 class Trial:
-    """Result of trying one setting.
+    """Result of a trial of one setting.
 
     Attributes:
-        change: text of the change; for the plan that the search begins with, text of the plan.
-        verdict: text for people: `kept`, `not kept: slower`, `not tried: …`.
-        step_s: step time of the plan with the change; None if it was not measured.
-        ratio: `step_s` over the step time of the previous best plan, in the same rounds; None if there is none.
-        predicted_s: the cost model's step time of a whole plan; None if there is no prediction.
-        best_s: the step time of that best plan in the same rounds, in which the machine may be slower or faster than in
-            others.
+        change: text of the change; for the first plan, text of the plan.
+        verdict: text such as `kept`, `not kept: slower` or `not tried: …`.
+        step_s: measured step time with the change; None if it was not measured.
+        ratio: `step_s` divided by `best_s`; None if the setting was not compared.
+        predicted_s: predicted step time of a whole plan, in seconds; None without a prediction.
+        best_s: step time of the previous best plan, measured in the same rounds because the machine's speed may change
+            between rounds.
     """
 
     change: str
@@ -357,11 +360,11 @@ class Trial:
 
     @property
     def tried(self) -> bool:
-        """False if the setting was left out, for lack of time or expected gain."""
+        """True if the setting was measured."""
         return not self.verdict.startswith(NOT_TRIED)
 
     def line(self) -> str:
-        """Return one row of the table."""
+        """Return the trial as one row of the table."""
         ratio = f"{self.ratio.middle:5.2f}" if self.ratio else ""
         if self.ratio and self.ratio.low < self.ratio.high:
             ratio += f" ({self.ratio.low:.2f} to {self.ratio.high:.2f})"
@@ -378,9 +381,9 @@ HEADING = (
 
 
 def plan_changes(job: Job, cluster: Cluster, plan: Plan) -> list[PlanChange]:
-    """Return plan changes that may make `plan` faster, in the order of trying.
+    """Return the changes that may make `plan` faster, in the order of the trials.
 
-    All of them keep the job's precision, except hints.
+    All changes keep the job's precision, except hints.
     """
     onednn = PlanChange({"onednn": True}, untried=_why_no_onednn(job))
     # torch's own products do not use AVX-512 on AMD's processors
@@ -408,7 +411,10 @@ def _why_no_onednn(job: Job) -> str | None:
 
 
 def _reading_ahead(cluster: Cluster, plan: Plan) -> dict[str, Any]:
-    """Return a loader process, with its own core if ranks have several."""
+    """Return the change that adds a loader process.
+
+    If a rank has several threads, one of its cores is left to the loader process.
+    """
     threads = threads_on(cluster, plan) - 1
     freed = {} if cluster.has_accelerators or threads < 1 else {"threads": threads}
     return freed | {"num_workers": 1}
@@ -421,7 +427,7 @@ def _why_no_workers(job: Job) -> str | None:
 def steps_are_too_few(job: Job) -> str | None:
     """Return the reason why the job is too short for measuring, or None.
 
-    The stop rule is judged without the data.
+    The result depends only on the job's stop rule, not on its data.
     """
     stop = job.stop
     if stop.steps is not None and stop.steps < LEAST_STEPS:
@@ -432,7 +438,7 @@ def steps_are_too_few(job: Job) -> str | None:
 
 
 def longest_run_s(job: Job, step_s: float, steps_per_epoch: int) -> float | None:
-    """Return the longest possible duration of the run in seconds, or None if unbounded."""
+    """Return the longest possible duration of a run in seconds; None if unbounded."""
     steps = job.stop.total_steps(steps_per_epoch)
     bounds = [b for b in (steps and steps * step_s, job.stop.seconds) if b]
     return min(bounds) if bounds else None
@@ -441,10 +447,10 @@ def longest_run_s(job: Job, step_s: float, steps_per_epoch: int) -> float | None
 def budget_s(
     step_s: float, run_s: float | None, *, plans: int = 0, changes: int = 0, share: float = SHARE_OF_RUN
 ) -> float:
-    """Return the seconds that measuring may take.
+    """Return the time that measuring may take, in seconds.
 
-    With long steps, the budget is enough for three comparisons, or in a long run for all. In a short run, it is a
-    fraction of the run.
+    With long steps, the budget covers three comparisons, or all comparisons if the run is long. In a short run, the
+    budget is a fraction of the run.
 
     Args:
         plans: number of other plans to measure.
@@ -472,26 +478,29 @@ def why_not_now(change: PlanChange, *, run_s: float | None, left_s: float, compa
 
 @dataclass
 class Comparison:
-    """A challenger against the best plan: seconds per step, one pair per round."""
+    """Comparison of a changed plan (the challenger) with the best plan so far.
+
+    Each round adds the step time of both plans in seconds.
+    """
 
     challenger: list[float] = field(default_factory=list)
     best: list[float] = field(default_factory=list)
 
     def add(self, challenger_s: float, best_s: float) -> None:
-        """Add a round."""
+        """Add the step times of one round."""
         self.challenger.append(challenger_s)
         self.best.append(best_s)
 
     @property
     def ratios(self) -> list[float]:
-        """Return the ratio of challenger to best in each round."""
+        """Ratio of the challenger's step time to the best plan's, for each round."""
         return [c / b for c, b in zip(self.challenger, self.best, strict=True)]
 
     @property
     def decided(self) -> bool:
         """True if further rounds would not change the verdict.
 
-        This is the case if enough rounds have consistent results, if there are many rounds, or if the challenger is
+        The verdict is final if enough rounds agree, after the maximum number of rounds, or if the challenger is
         hopeless.
         """
         ratios = self.ratios
@@ -500,14 +509,14 @@ class Comparison:
 
     @property
     def hopeless(self) -> bool:
-        """True if two rounds are enough to reject the challenger."""
+        """True if the challenger is so much slower that it can be rejected early."""
         return len(self.ratios) > 1 and all(r > _HOPELESS for r in self.ratios)
 
     @property
     def share(self) -> float:
-        """Return the share of the remaining time that the comparison may take.
+        """Fraction of the remaining time that the comparison may take.
 
-        It is larger if the challenger may win.
+        The fraction is larger if the challenger may win.
         """
         return 2 / 3 if median(self.ratios) < 1 - _LEAST_GAIN else 1 / 3
 
@@ -517,7 +526,7 @@ class Comparison:
         return len(self.ratios) >= LEAST_ROUNDS and median_interval(self.ratios).high < 1 - _LEAST_GAIN
 
     def tried(self, change: PlanChange) -> Trial:
-        """Return the verdict on the challenger's change."""
+        """Return the trial of the challenger's change, with its verdict."""
         ratio = median_interval(self.ratios)
         if change.hint:
             verdict = f"not taken: {change.hint}" if self.wins else "not taken: no faster"
@@ -537,7 +546,7 @@ class Comparison:
 
 
 def _other_divisions(cluster: Cluster, plan: Plan) -> list[PlanChange]:
-    """Return plan changes with fewer ranks and more threads each, on CPUs only.
+    """Return changes to fewer ranks with more threads each, for CPUs only.
 
     Fewer ranks spend less time waiting for one another.
     """
@@ -551,7 +560,7 @@ def _has_threads_to_spare(cluster: Cluster, plan: Plan) -> bool:
 
 
 def idle_cores(cluster: Cluster, plan: Plan) -> list[PlanChange]:
-    """Return the change that gives all cores to a single rank. It is tried before plans of several ranks."""
+    """Return the change that gives all cores to a single rank, if there is one."""
     spare = plan.threads > 0 and _has_threads_to_spare(cluster, replace(plan, threads=0))
     return [PlanChange({"threads": 0})] if spare else []
 
@@ -565,7 +574,10 @@ def _hints(job: Job, cluster: Cluster) -> list[PlanChange]:
 
 
 def _why_not(changed: Plan, plan: Plan, job: Job, cluster: Cluster) -> str | None:
-    """Return the first reason against the changed plan without plan text and advice, or None."""
+    """Return the first new problem of a changed plan, or None.
+
+    The text has neither the plan nor advice.
+    """
     known = reasons_against(plan, job, cluster)
     problems = [problem for problem in reasons_against(changed, job, cluster) if problem not in known]
     if not problems:

@@ -21,9 +21,9 @@ class Argument:
     """One argument that a rule or codec takes.
 
     Attributes:
-        convert: converts the text of a value; raises ValueError if the text is invalid.
-        default: its default value; None if it is required.
-        what: description for error texts: "a whole number, at least 1".
+        convert: function that converts text to a value, and raises ValueError for invalid text.
+        default: default value; None if the argument is required.
+        what: description of valid values for error texts, such as "a whole number, at least 1".
     """
 
     convert: Callable[[str], Any]
@@ -32,7 +32,7 @@ class Argument:
 
 
 def whole(least: int) -> Callable[[str], int]:
-    """Return a converter to a whole number of at least `least`."""
+    """Return a function that converts text to an integer of at least `least`."""
 
     def convert(text: str) -> int:
         if not text.isascii() or not text.isdecimal() or int(text) < least:
@@ -43,7 +43,10 @@ def whole(least: int) -> Callable[[str], int]:
 
 
 def between(least: float, most: float, *, open_below: bool = False) -> Callable[[str], float]:
-    """Return a converter to a number from `least` (excluded with `open_below`) to `most`."""
+    """Return a function that converts text to a number from `least` to `most`.
+
+    With `open_below`, `least` itself is invalid.
+    """
 
     def convert(text: str) -> float:
         value = float(text)
@@ -55,12 +58,12 @@ def between(least: float, most: float, *, open_below: bool = False) -> Callable[
 
 
 def whole_or_inf(text: str) -> float:
-    """Convert to a whole number of at least 0, or to infinity for `inf`."""
+    """Convert text to an integer of at least 0, or `inf` to infinity."""
     return math.inf if text == "inf" else float(whole(0)(text))
 
 
 def one_of(choices: Iterable[str]) -> Callable[[str], str]:
-    """Return a converter to one of some words."""
+    """Return a function that accepts only the given words."""
 
     def convert(text: str) -> str:
         if text not in choices:
@@ -71,12 +74,12 @@ def one_of(choices: Iterable[str]) -> Callable[[str], str]:
 
 
 def pieces(key: str, text: str) -> tuple[str, dict[str, str]]:
-    """Split the text into its name and arguments.
+    """Split the text of a rule or codec into its name and arguments.
 
-    The value after the colon is under "", unless it has a key.
+    A value after the colon without a key has the key "".
 
     Raises:
-        PlanError: the text has another form.
+        PlanError: an option has no key or value, or a key is given twice.
     """
     head, *options = text.split(",")
     name, colon, value = head.partition(":")
@@ -104,10 +107,10 @@ def converted(where: str, name: str, takes: Mapping[str, Argument], given: Mappi
     """Convert all arguments in `takes` from their text, or use their defaults.
 
     Args:
-        where: the text of the plan that is read, for errors: `sync=local:8`.
+        where: plan text for errors, such as `sync=local:8`.
 
     Raises:
-        PlanError: `name` does not take one of the arguments, or a value is invalid.
+        PlanError: `name` does not accept one of the arguments, or a value is invalid.
     """
     for word in given:
         if word not in takes:
@@ -162,15 +165,14 @@ class CodecInfo:
 
     Attributes:
         codec: import path of its constructor: a class or function that takes a `paceline.sync.compress.Coding`.
-        sent_bytes: returns the bytes sent for one number of a tensor, from a `Sending`; used by the planner's
-            prediction.
-        arguments: arguments by name; the value after the colon is under "".
-        codes_numbers: True if it codes each number by itself, so that it may follow a codec that keeps some numbers:
-            `topk:0.01+bf16`.
-        keeps_numbers: True if it keeps numbers that a second codec may code.
-        of_sums: True if it codes a sum over ranks, rather than the numbers of one rank.
-        tried_by_auto: the text with which `compress=auto` tries it; None if `auto` does not try it.
-        order: order in which `auto` tries codecs; smaller values lose less of the gradients.
+        sent_bytes: function that returns the predicted bytes sent per element of a tensor, given a `Sending`.
+        arguments: maps the names of arguments to descriptions; the value after the colon has the name "".
+        codes_numbers: True if the codec encodes each element separately. Such a codec may follow one that selects
+            elements, as in `topk:0.01+bf16`.
+        keeps_numbers: True if the codec selects elements that a second codec may encode.
+        of_sums: True if the codec encodes sums over ranks instead of the elements of one rank.
+        tried_by_auto: text of the codec that `compress=auto` tries; None if `auto` does not try the codec.
+        order: position in the order in which `auto` tries codecs; codecs with smaller values lose less information.
     """
 
     codec: str
@@ -185,13 +187,13 @@ class CodecInfo:
 
 @dataclass(frozen=True)
 class Sending:
-    """Numbers that a codec will send, for the prediction of its bytes.
+    """Elements that a codec will send, for the prediction of their bytes.
 
     Attributes:
-        value: value after the colon, e.g. the kept share; None if the codec takes none.
-        number_bytes: bytes of one number that it keeps, after the second codec if there is one.
-        plain_bytes: bytes of one number that is not coded.
-        matrices: rows, columns and count of the model's weight matrices.
+        value: value after the colon, such as the fraction of elements to keep; None if the codec takes no value.
+        number_bytes: bytes per kept element, after a second codec if there is one.
+        plain_bytes: bytes per element without a codec.
+        matrices: rows, columns and number of the model's weight matrices.
     """
 
     value: Any
@@ -201,12 +203,12 @@ class Sending:
 
 
 def _topk_bytes(sending: Sending) -> float:
-    """Return the bytes of a sparse tensor: kept numbers, each with a 4-byte index."""
+    """Return the bytes per element of a sparse tensor with 4-byte indices."""
     return float(sending.value) * (sending.number_bytes + 4)
 
 
 def _powersgd_bytes(sending: Sending) -> float:
-    """Return the bytes of two thin factors for each matrix, per number of the matrix."""
+    """Return the bytes of two thin factors per element of a matrix."""
     whole_size = sum(rows * columns * times for rows, columns, times in sending.matrices)
     thin = sum(sending.value * (rows + columns) * times for rows, columns, times in sending.matrices)
     return sending.number_bytes * min(1.0, thin / whole_size) if whole_size else sending.plain_bytes
@@ -249,9 +251,9 @@ CODECS = ExtensionPoint(
 
 @dataclass(frozen=True)
 class CompressSpec:
-    """`CODEC[:VALUE][+CODEC]`, e.g. `int8`, `topk:0.01+bf16`.
+    """Parsed value of `compress=`, such as `int8` or `topk:0.01+bf16`.
 
-    The second one codes the numbers that the first one keeps.
+    The form is `CODEC[:VALUE][+CODEC]`. The second codec encodes the elements that the first codec keeps.
 
     Attributes:
         codecs: name and value of each codec.
@@ -264,7 +266,7 @@ class CompressSpec:
         """Parse the value of `compress=`, except `none` and `auto`.
 
         Raises:
-            PlanError: a codec is unknown, a codec does not take the value, or two codecs cannot be combined.
+            PlanError: a codec is unknown, a value is invalid, or two codecs cannot be combined.
         """
         found: list[tuple[str, Any]] = []
         infos: list[CodecInfo] = []
@@ -289,11 +291,11 @@ class CompressSpec:
 
     @property
     def first(self) -> CodecInfo:
-        """Description of the only codec, or of the codec that selects the numbers."""
+        """Description of the first codec, which selects the elements if there are two."""
         return CODECS[self.codecs[0][0]]
 
     def sent_bytes(self, plain_bytes: float, matrices: Sequence[tuple[float, float, float]]) -> float:
-        """Predict the bytes sent for one number of the gradients, which takes `plain_bytes` uncoded."""
+        """Predict the bytes sent per gradient element of `plain_bytes` bytes."""
         kept = plain_bytes
         for name, value in reversed(self.codecs):
             kept = CODECS[name].sent_bytes(Sending(value, kept, plain_bytes, matrices))
@@ -301,9 +303,9 @@ class CompressSpec:
 
 
 def auto_candidates() -> tuple[tuple[str, ...], list[str]]:
-    """Return the codecs that `compress=auto` tries, least lossy first.
+    """Return the codecs that `compress=auto` tries, the least lossy first.
 
-    Codecs of packages that cannot be loaded are left out; the second value has their errors.
+    Codecs of packages that cannot be loaded are left out. The second value contains their error texts.
     """
     known, errors = CODECS.loadable()
     tried = sorted((info for info in known.values() if info.tried_by_auto), key=lambda info: info.order)
@@ -319,11 +321,11 @@ ALGORITHMS = ("flat", "ring", "hierarchical")
 
 
 class ServerProcesses(NamedTuple):
-    """Number of servers and processes that sum gradients or own parameters.
+    """Numbers of parameter servers and of their processes.
 
     Attributes:
-        parts: number of servers, each with a part of the numbers.
-        each: number of processes with the same part: one, or a server and its backup.
+        parts: number of servers, each of which holds a part of the parameters.
+        each: number of processes per part; 2 if each server has a backup.
     """
 
     parts: int
@@ -331,10 +333,10 @@ class ServerProcesses(NamedTuple):
 
     @classmethod
     def of(cls, sync: str) -> ServerProcesses:
-        """Return the servers that a plan's `sync=` asks for.
+        """Return the servers for the `sync=` of a plan.
 
         Raises:
-            PlanError: the rule has no servers.
+            PlanError: the sync rule uses no servers.
         """
         found = SyncSpec.parse(sync).servers
         if found is None:
@@ -343,7 +345,7 @@ class ServerProcesses(NamedTuple):
 
     @property
     def processes(self) -> int:
-        """Number of all processes."""
+        """Total number of server processes."""
         return self.parts * self.each
 
 
@@ -351,29 +353,30 @@ class ServerProcesses(NamedTuple):
 class SyncInfo:
     """Description of a sync rule, readable without torch.
 
-    Planner, checks and engine use this description, never the rule's name.
+    The planner, the checks and the engine depend only on this description, never on the rule's name.
 
     Attributes:
-        rule: import path of the class, which is called with its arguments.
+        rule: import path of the class, which is called with the rule's arguments.
         exact: True if every update uses the mean of all replicas' gradients, up to rounding, without compression.
-        every_step: True if it acts in every step, after which all replicas hold the same parameters.
-        sends: gradients; parameters; or deltas, which are the changes of parameters.
-        arguments: name to type, default and limits. The value after the colon is under "", and comes first.
-        check: returns a problem with the combination of arguments, or None.
-        period: the argument with the number of steps between two synchronizations; None if it synchronizes in every
-            step.
-        compresses: True if it compresses the data that it sends with the codec of the plan's `compress=`, which is then
-            an argument.
-        codes_alone: True if each rank's numbers are coded by themselves, which codecs of sums cannot do.
-        several_optimizers: True if it supports `replica.backward.only`, for models that several optimizers train.
-        needs_inner: True if it uses `replica.inner`, the ranks of its own replica, which requires another process
-            group.
-        takes_rows: True if it takes sparse gradients: only the rows that a batch looked up (see `sync/rows.py`).
+        every_step: True if the rule acts in every step, after which all replicas hold equal parameters.
+        sends: what replicas send: gradients, parameters, or deltas, which are changes of parameters.
+        arguments: maps the names of arguments to descriptions. The value after the colon has the name "" and comes
+            first.
+        check: function that returns a problem with the combination of arguments, or None.
+        period: name of the argument with the number of steps between two synchronizations; None if the rule
+            synchronizes in every step.
+        compresses: True if the rule compresses the data that it sends. The codec of the plan's `compress=` is then
+            passed as an argument.
+        codes_alone: True if the elements of each rank are encoded separately. Codecs of sums do not support this.
+        several_optimizers: True if the rule supports `replica.backward.only`, for models trained by several optimizers.
+        needs_inner: True if the rule uses `replica.inner`, a process group of the ranks in its own replica.
+        takes_rows: True if the rule accepts sparse gradients, which contain only the looked-up rows (see
+            `sync/rows.py`).
         served: True if servers own the parameters. Workers then take microbatches of the global batches at their own
             speed, and no collective joins them between step boundaries.
         run_rank: import path of the function that each rank of a served run calls.
-        servers: returns the servers for the rule's arguments; None if replicas reduce without servers.
-        varies: returns fields of this description that differ for some arguments; called with all arguments.
+        servers: function that returns the servers for the rule's arguments; None if replicas reduce without servers.
+        varies: function of all arguments that returns the fields of this description that depend on the arguments.
     """
 
     rule: str
@@ -395,12 +398,12 @@ class SyncInfo:
 
     @property
     def local_steps(self) -> bool:
-        """True if replicas step by their own gradients, and so differ between synchronizations."""
+        """True if replicas apply their own gradients and differ between synchronizations."""
         return not self.every_step or self.sends != "gradients"
 
 
 def _check_diloco(arguments: Mapping[str, Any]) -> str | None:
-    """Check that a fragment is sent once per period and arrives before its next turn."""
+    """Check that fragments are sent once per period, and arrive before the next sending."""
     period, fragments, overlap = arguments[""], arguments["fragments"], arguments["overlap"]
     if fragments > 1 and fragments > period:
         return f"{fragments} fragments are sent at different steps of a period of {period}: fragments={period} at most"
@@ -482,9 +485,9 @@ class SyncSpec:
     The form is `NAME[:VALUE][,KEY=VALUE…]`.
 
     Attributes:
-        name: name of a built-in rule, or of one that an installed package registers under the entry point
+        name: name of a built-in rule, or of a rule that an installed package registers under the entry point
             `paceline.sync_rules`.
-        arguments: the rule's arguments, converted and with their defaults; the value after the colon is under "".
+        arguments: values of the rule's arguments, including defaults; the value after the colon has the name "".
     """
 
     name: str
@@ -495,8 +498,8 @@ class SyncSpec:
         """Parse the value of `sync=`.
 
         Raises:
-            PlanError: a rule or argument is unknown (the error suggests the closest), or an argument does not take the
-                value.
+            PlanError: a rule or argument is unknown, or a value is invalid; for unknown names, the error suggests a
+                similar name.
         """
         name, given = pieces("sync", text)
         try:
@@ -510,19 +513,19 @@ class SyncSpec:
 
     @property
     def info(self) -> SyncInfo:
-        """Description of the rule with these arguments."""
+        """Description of the rule for these arguments."""
         info = RULES[self.name]
         changes = info.varies(self.arguments)
         return replace(info, **changes) if changes else info
 
     @property
     def servers(self) -> ServerProcesses | None:
-        """Servers of the rule with these arguments; None if it has no servers."""
+        """Servers of the rule for these arguments; None if the rule uses no servers."""
         return self.info.servers(self.arguments)
 
     @property
     def period(self) -> int:
-        """Steps between two synchronizations; 1 if replicas synchronize in every step."""
+        """Number of steps between two synchronizations; 1 if replicas synchronize in every step."""
         period = self.info.period
         return 1 if period is None else int(self.arguments[period])
 
@@ -565,8 +568,8 @@ class TransportInfo:
         within_hosts: False if its groups on one host use another transport under its name.
         shares_memory: True if tensors of a group lie in memory that its ranks share, as described in
             `paceline.comm.process_group.Transport`. Reductions in a step then take as long as reductions alone.
-        obstacle: import path of a function of (store, rank, size, timeout_s), called by all ranks together before they
-            have a group. It returns the reason why they cannot use the transport, or None.
+        obstacle: import path of a function of (store, rank, size, timeout_s), which all ranks call before they create a
+            group. The function returns the reason why the ranks cannot use the transport, or None.
     """
 
     backend: str | None
@@ -600,9 +603,9 @@ WITHIN_HOST, BETWEEN_HOSTS, WITHOUT_SHARED_MEMORY = "shm", "tcp", "gloo"
 
 
 def carriers(*, several_hosts: bool) -> tuple[str, ...]:
-    """Return the names of the transports that work within a host, or between several.
+    """Return the names of the transports that work within a host or between hosts.
 
-    Transports of packages are included; a transport whose description cannot be loaded is left out.
+    Transports of installed packages are included. A transport whose description cannot be loaded is left out.
     """
     found = []
     for name in TRANSPORTS.names:
@@ -632,7 +635,7 @@ def problem_with_transport(name: object) -> str | None:
 
 
 def devices_of_ranks() -> str:
-    """Describe the devices that ranks use on this machine, for messages."""
+    """Describe, for error texts, the devices that ranks use on this machine."""
     from paceline.cluster.machine import find_gpus  # slow import, needed only for a message
 
     try:
@@ -645,8 +648,8 @@ def devices_of_ranks() -> str:
 
 
 def bucket_bytes_between_hosts(gradient_bytes: float) -> float:
-    """Return the size of buckets of gradients, which is smaller for small models.
+    """Return the size of a gradient bucket in bytes, which is smaller for small models.
 
-    The last bucket is sent when the backward pass is over.
+    Small buckets matter because the last bucket is sent only after the backward pass.
     """
     return min(BUCKET_BYTES_BETWEEN_HOSTS, max(_LEAST_BUCKET_BYTES, gradient_bytes / 8))

@@ -1,4 +1,4 @@
-"""Parser of table cells as people write them: numbers, precisions, recomputation, sharding, links."""
+"""Parser of free-text table cells: numbers, precisions, recomputation, sharding and links."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ _FABRICS = {r"omni-?path|\bOPA\b": 0.16, r"\bTCP\b|sockets|\befa\b": 0.6}
 
 
 class UnusableError(Exception):
-    """A row that cannot be predicted or compared. The text has the reason."""
+    """Raised for a row that cannot be predicted or compared. The text states the reason."""
 
 
 def number(text: str) -> float | None:
-    """Return the first number of a cell: `1,024`, `7.5e9`, `175B`, `250k-class (…)`.
+    """Return the first number in a cell, such as `1,024`, `7.5e9` or `175B`.
 
     The result is None if the cell has no number.
     """
@@ -47,10 +47,10 @@ def number(text: str) -> float | None:
 
 
 def whole(cells: Cells, name: str, default: int | None = None) -> int:
-    """Return a cell's whole number.
+    """Return the integer in a cell, or the default.
 
     Raises:
-        UnusableError: there is no number, and no default.
+        UnusableError: the cell has no number, and there is no default.
     """
     value = number(cells.get(name, ""))
     if value is None:
@@ -79,7 +79,7 @@ def precision(cells: Cells, device: Accelerator) -> Precision:
 
 
 def products(cells: Cells) -> Products:
-    """Return the precision of products with weights, if lower than the precision of activations."""
+    """Return the reduced precision of matrix products with weights; "" if not reduced."""
     text = cells.get("precision", "").lower()
     if re.search(r"fp4|float4", text):
         return "fp4"
@@ -96,7 +96,7 @@ def products(cells: Cells) -> Products:
 
 
 def moment_bytes(cells: Cells) -> float:
-    """Return the bytes of each of the optimizer's moments."""
+    """Return the bytes per element of each optimizer moment."""
     text = f"{cells.get('precision', '')} {cells.get('zero_fsdp', '')} {cells.get('notes', '')}"
     if re.search(r"8-?bit[ -](adam|optim)", text, re.IGNORECASE):
         return 1.0
@@ -105,7 +105,7 @@ def moment_bytes(cells: Cells) -> float:
 
 
 def recomputed(cells: Cells) -> Recomputed:
-    """Return the share of the forward pass that is recomputed."""
+    """Return the kind of activation recomputation."""
     text = cells.get("act_ckpt", "").lower()
     if not stated(text):
         return "unknown"
@@ -117,7 +117,7 @@ def recomputed(cells: Cells) -> Recomputed:
 
 
 def sequence(cells: Cells) -> bool:
-    """True if norms and residuals are divided among the tp ranks."""
+    """True if the row states sequence parallelism."""
     text = f"{cells.get('act_ckpt', '')} {cells.get('notes', '')}"
     if re.search(r"no sequence|no SP|sequence-parallel=False", text):
         return False
@@ -158,7 +158,7 @@ def between_bytes_per_s(text: str, per_host: int) -> float | None:
 
 
 def fabric_share(text: str) -> float:
-    """Return the share of a stated rate that a fabric's software achieves, relative to InfiniBand."""
+    """Return the achieved fraction of a network's rate, relative to InfiniBand."""
     return next((share for name, share in _FABRICS.items() if re.search(name, text, re.IGNORECASE)), 1.0)
 
 
@@ -170,12 +170,12 @@ _MODERN = re.compile(r"composer|foundry|fsdp|titan|olmo|core|nemo|maxtext|h100|b
 
 
 def model_of(cells: Cells, others: Sequence[Cells], tp: int, stages: int) -> ModelTrace:
-    """Return the model of a row.
+    """Return the trace of a row's model.
 
-    Stated dimensions take precedence; missing ones follow from the model's name, or from other rows.
+    Stated dimensions take precedence. Missing dimensions are inferred from the model's name or from other rows.
 
     Raises:
-        UnusableError: neither the dimensions nor the name are known.
+        UnusableError: the row states no dimensions, and the model's name is unknown.
     """
     named = known_dimensions(cells.get("model", ""))
     if number(cells.get("hidden", "")) is None:
@@ -213,7 +213,7 @@ def _depth(cells: Cells) -> int | None:
 
 
 def _changed(named: Dimensions, cells: Cells, tp: int) -> Dimensions:
-    """Return a named model with the row's sequence length, vocabulary and masked tokens."""
+    """Return the dimensions of a named model with the values that a row states."""
     seq = _sequence(cells)
     # for an encoder-decoder, the stated length is the encoder's
     longer = {"source_seq": seq, "seq": named.seq} if named.encoder_layers else {"seq": seq}
@@ -241,7 +241,7 @@ def _checked(values: Mapping[str, Any]) -> Dimensions:
 def _masked(cells: Cells, seq: int) -> dict[str, float]:
     """Return the fraction of tokens that a masked language model's head computes.
 
-    The result is None if the row does not state it.
+    The result is empty if the fraction is unknown.
     """
     pairs = re.findall(r"(\d+) of (\d+)\b", cells.get("notes", ""))
     found = next((int(few) / int(of) for few, of in pairs if int(of) == seq), None)
@@ -254,13 +254,13 @@ def _masked(cells: Cells, seq: int) -> dict[str, float]:
 
 
 def _padded(vocab: int, tp: int, framework: str) -> int:
-    """Pad the vocabulary: Megatron to 128 per tp rank, others to a tensor-core multiple."""
+    """Pad the vocabulary to the multiple that the framework uses."""
     wide = 128 * tp if tp > 1 or re.search(r"megatron|nemo|libai", framework, re.IGNORECASE) else 8
     return -(-vocab // wide) * wide
 
 
 def _dense(cells: Cells, seq: int) -> int:
-    """Remove the padding tokens that NVIDIA's BERT for PyTorch and Paddle skip."""
+    """Return the sequence length without padding tokens, if the framework skips them."""
     recipe = re.search(r"pre-?training", cells.get("notes", ""), re.IGNORECASE) and re.search(
         r"pytorch|paddle", cells.get("framework", ""), re.IGNORECASE
     )
@@ -327,7 +327,7 @@ def _gated_by_size(base: Mapping[str, Any], layers: int, parameters: float, like
 
 
 def _heads_of_others(cells: Cells, others: Sequence[Cells], hidden: int) -> int:
-    """Return the number of heads of other rows with the same width.
+    """Return the number of heads in other rows with the same model width.
 
     If there are none, heads are about 128 wide.
     """

@@ -1,4 +1,4 @@
-"""Layout of a table's row: stated values, and values inferred from them."""
+"""Layouts of table rows, from stated and inferred values."""
 
 from __future__ import annotations
 
