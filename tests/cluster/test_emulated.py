@@ -83,7 +83,7 @@ def test_an_emulated_cluster_survives_its_yaml_also_on_another_machine(
         ("emulate: 4", "line 1: emulate should be a group of keys with values, got 4"),
         (
             "hosts:\n- {name: a, cores: 1, memory_bytes: 1}\nemulate: {hosts: 2}",
-            "emulate stands for 2 hosts, but 1 are listed",
+            "emulate creates 2 hosts, but 1 are listed",
         ),
         ("name: lab", "cluster.yaml: a cluster needs at least one host. List `hosts`, emulate some"),
     ],

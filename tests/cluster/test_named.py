@@ -151,7 +151,7 @@ def test_thousands_of_hosts_share_what_is_alike() -> None:
         ("-3x8xH100", "write HOSTSxDEVICESxDEVICE"),
         ("", "write HOSTSxDEVICESxDEVICE"),
         ("1000000x8xH100", "has 8,000,000 devices. Plans support at most 1,000,000 devices"),
-        ("64xH100-SXM", "is one host with 64 devices, but such hosts usually have 8: 8x8xH100-SXM"),
+        ("64xH100-SXM", "is one host with 64 devices, but hosts with such devices usually have 8: 8x8xH100-SXM"),
         ("8xH1000", 'cluster "8xH1000": "H1000" is not in the catalogue of hardware. Did you mean '),
         ("8xH100, oversubscribed 0.5:1", "oversubscription ratio must be at least 1:1"),
         ("8xH100, oversubscribed 2:1, oversubscribed 3:1", "two values for its oversubscription"),

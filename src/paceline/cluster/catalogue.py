@@ -1,7 +1,8 @@
-"""Catalogue of hardware: every device by name, with its vendor's figures, not derated.
+"""Catalogue of hardware: every device by name, with the original figures of its vendor.
 
-Vendors state link bandwidth for both directions together; here it is per direction. A peak that a data sheet states
-with sparsity is halved. Memory is in GiB, close to the value that drivers report, even if a sheet states GB.
+Vendors state the bandwidth of a link for both directions together; here, the bandwidth is per direction. A peak that a
+data sheet states with sparsity is halved. Memory is in GiB, close to the value that drivers report, even if a data
+sheet states GB.
 """
 
 from __future__ import annotations
@@ -16,14 +17,14 @@ from paceline.errors import ClusterError
 TPU = "tpu"
 HPU = "hpu"
 NEURON = "neuron"
-_COMPILED = (TPU, HPU, NEURON)  # whole graphs are compiled, so that the host starts no kernels
+_COMPILED = (TPU, HPU, NEURON)  # 0, because whole graphs are compiled and the host starts no kernels
 
 
 @dataclass(frozen=True)
 class LinkSpec:
-    """Bandwidth (bytes per second and direction) and latency (seconds) of a link, from its vendor.
+    """Bandwidth (bytes per second and direction) and latency (seconds) of a link.
 
-    A device can send and receive at this rate at the same time.
+    The vendor states these figures. A device can send and receive at this rate at the same time.
     """
 
     name: str
@@ -37,30 +38,34 @@ class Accelerator:
 
     Attributes:
         name: name in the catalogue, such as `H100-SXM`.
-        kind: torch's device type; `cuda` also for AMD devices, `cpu` for a core.
-        peak_flops: peak without sparsity, by precision: `fp64`, `fp32`, `tf32`, `bf16`, `fp16`; also `fp8`, `fp4` and
-            `int8` if the hardware has them, for any layout of their scales. 16-bit products are summed in fp32. If the
-            hardware lacks one of the first five, the entry is the peak of the precision that replaces it.
-        memory_bytes: memory of the device.
-        memory_bandwidth: bytes per second.
-        inside: link to the other devices of its host. Devices that such links join form a host, like the 72 of an
-            NVL72.
-        launch_s: shortest time between the starts of two kernels.
-        per_host: number of devices in its usual host.
-        network: link of one device to other hosts in its vendor's systems; the default for a cluster without a stated
+        kind: torch's device type, which is `cuda` also for AMD devices, and `cpu` for a core.
+        peak_flops: peak without sparsity in FLOP/s, by precision: `fp64`, `fp32`, `tf32`, `bf16`, `fp16`; also `fp8`,
+            `fp4` and `int8` if the hardware supports them, for any layout of their scales. 16-bit products are summed
+            in fp32. If the hardware does not support one of the first five, the entry is the peak of the precision that
+            replaces it.
+        memory_bytes: memory of the device in bytes.
+        memory_bandwidth: bandwidth of the memory in bytes per second.
+        inside: link to the other devices of the host. Devices that are joined by such links form one host, like the 72
+            devices of an NVL72.
+        launch_s: shortest time between the starts of two kernels, in seconds.
+        per_host: number of devices in the usual host of the device.
+        network: link of one device to other hosts in the vendor's systems; the default for a cluster without a stated
             rate.
-        multiprocessors: number of streaming multiprocessors (compute units), over which the tiles of a product are
-            distributed.
-        sustained: fraction of `peak_flops` that its power limit sustains, if power is the limit.
-        generation: generation of its units for products and attention: `ampere`, `hopper`, `blackwell`, `cdna3`, `tpu`,
-            …; "" if unknown.
-        power_w: watts at full load, including its memory; None if unknown.
-        host_link: link to its host's memory; for a shared link, the device's share.
-        host_memory_bytes: memory of its host per device.
-        machine: devices per operating system, if `per_host` counts a domain of several machines; 0: same as `per_host`.
-        mesh: True if its host's devices are connected in pairs, without a switch.
-        torus: dimensions of the torus that connects its domain; 0: a switch, or links between all devices.
-        sources: source of the figure for each attribute, or for `all`.
+        multiprocessors: number of streaming multiprocessors (compute units), over which the tiles of a matrix product
+            are distributed.
+        sustained: fraction of `peak_flops` that the device sustains within its power limit; 1 if power is not the
+            limit.
+        generation: generation of the units for matrix products and attention: `ampere`, `hopper`, `blackwell`, `cdna3`,
+            `tpu`, …; "" if unknown.
+        power_w: power at full load in watts, including the memory; None if unknown.
+        host_link: link to the memory of the host; if several devices share the link, the share of one device.
+        host_memory_bytes: memory of the host in bytes, divided by the number of devices.
+        machine: number of devices per operating system, if `per_host` counts a domain of several machines; 0 if the
+            number equals `per_host`.
+        mesh: True if the devices of a host are connected in pairs, without a switch.
+        torus: number of dimensions of the torus that connects the devices of a domain; 0 for a switch or links between
+            all devices.
+        sources: source of the figures, by attribute or under `all`.
     """
 
     name: str
@@ -85,14 +90,16 @@ class Accelerator:
 
     @property
     def is_core(self) -> bool:
-        """True if the device is a core of a processor."""
+        """True if the device is one core of a processor."""
         return self.kind == CPU
 
     @property
     def is_gpu(self) -> bool:
-        """True if the host starts its kernels one by one, unlike for a TPU.
+        """True if the host starts the device's kernels one by one.
 
-        Products are cut into tiles, and each multiprocessor computes one tile at a time.
+        This is not the case for a TPU.
+
+        On a GPU, matrix products are divided into tiles, and each multiprocessor computes one tile at a time.
         """
         return self.kind not in (CPU, *_COMPILED)
 
@@ -126,31 +133,31 @@ C2C = LinkSpec("NVLink-C2C", 450e9, _PCIE_S)
 
 
 def nvlink(generation: int, bandwidth: float) -> LinkSpec:
-    """NVLink of a device: all of its links together, in bytes per second and direction."""
+    """Return the NVLink of a device: all links together, in bytes per second and direction."""
     return LinkSpec(f"NVLink {generation}", bandwidth, _NVLINK_S)
 
 
 def fabric(bandwidth: float) -> LinkSpec:
-    """Infinity Fabric of a device: all of its links together."""
+    """Return the Infinity Fabric of a device: all links together."""
     return LinkSpec("Infinity Fabric", bandwidth, _NVLINK_S)
 
 
 def network(gbps: float) -> LinkSpec:
-    """Network of a device, in Gbit/s per direction."""
+    """Return the network link of a device with a rate in Gbit/s per direction."""
     return LinkSpec(f"network of {gbps:g} Gbit/s", gbps * 1e9 / 8, _NETWORK_S)
 
 
 class UsualHost(NamedTuple):
-    """Usual host of a device.
+    """The usual host of a device.
 
     Attributes:
-        inside: link of a device to the others of the host, or of a domain of several hosts.
-        network_gbps: rate of one device to other hosts, in Gbit/s.
+        inside: link of a device to the other devices of the host, or of a domain of several hosts.
+        network_gbps: rate from one device to other hosts, in Gbit/s.
         host_link: link of a device to the host's memory.
         memory_gib: host memory per device, in GiB.
         source: source of these figures.
         per_host: number of devices of the host or the domain.
-        machine: number of devices per operating system if it is smaller; else 0.
+        machine: number of devices per operating system if this number is smaller than `per_host`; otherwise 0.
         mesh: True if devices are connected in pairs, without a switch.
     """
 
@@ -191,7 +198,7 @@ DGX_B200 = UsualHost(nvlink(5, 900e9), 400, PCIE_5, 256, "DGX B200 data sheet")
 DGX_B300 = UsualHost(nvlink(5, 900e9), 800, PCIE_5, 256, "DGX B300 data sheet: a ConnectX-8 for each device")
 GB200_NVL72 = UsualHost(nvlink(5, 900e9), 400, C2C, 240, "GB200 NVL72 data sheet", per_host=72, machine=4)
 GB300_NVL72 = GB200_NVL72._replace(network_gbps=800, source="GB300 NVL72 data sheet: a ConnectX-8 for each device")
-# the nodes of Alps and JUPITER: four superchips with one NIC each
+# the nodes of Alps and JUPITER have four superchips with one NIC each
 QUAD_GH200 = UsualHost(nvlink(4, 450e9), 200, C2C, 120, "Alps user documentation, CSCS: 4 to a node", per_host=4)
 
 FRONTIER = UsualHost(
@@ -207,7 +214,7 @@ OF_8_MI355X = UsualHost(
     fabric(537.6e9), 400, PCIE_5, 384, "network assumed, as an H100's; memory: MLPerf 6.0, MI355X", mesh=True
 )
 
-# 21 of a device's 24 ports connect to other devices of the host, 3 leave it
+# 21 of the 24 ports of a device connect to other devices of the host, and 3 connect to other hosts
 _GAUDI_MEMORY = "white paper; host memory assumed"
 GAUDI_2 = UsualHost(
     LinkSpec("21 ports of 100 Gbit/s", 262.5e9, 5e-6), 300, PCIE_4, 128, f"Gaudi 2 {_GAUDI_MEMORY}", mesh=True
@@ -225,13 +232,13 @@ EXPONENT = 0.5
 
 
 def at_power(device: Accelerator, watts: float) -> Accelerator:
-    """Derive a device that is built for, or capped at, another power.
+    """Derive a device with another power limit.
 
-    `sustained` scales with the square root of the power, up to 1; memory and links do not change. A device with unknown
-    power does not change.
+    `sustained` scales with the square root of the power, up to 1. Memory and links do not change. A device with unknown
+    power is returned unchanged.
 
     Raises:
-        ClusterError: the power is not above 0.
+        ClusterError: the power is not greater than 0.
     """
     if not watts > 0:
         raise ClusterError(
@@ -262,7 +269,10 @@ def peaks(
     fp4: float | None = None,
     int8: float | None = None,
 ) -> Mapping[str, float]:
-    """Peak FLOP/s by precision, from TFLOP/s. `half` is the value for fp16, and for bf16 unless `bf16` is given."""
+    """Convert peaks in TFLOP/s to FLOP/s by precision.
+
+    `half` is the value for fp16, and for bf16 unless `bf16` is given.
+    """
     always = {"fp64": fp64, "fp32": fp32, "tf32": tf32 or fp32, "bf16": bf16 or half, "fp16": half}
     where_there = {"fp8": fp8, "fp4": fp4, "int8": int8}
     found = always | {precision: tflops for precision, tflops in where_there.items() if tflops}
@@ -270,14 +280,14 @@ def peaks(
 
 
 class Chip(NamedTuple):
-    """Chip that several entries share.
+    """A chip that several entries of the catalogue share.
 
     Attributes:
-        generation: as in `Accelerator`.
+        generation: generation of the chip, as in `Accelerator`.
         multiprocessors: number of active multiprocessors.
-        figures: peaks of the chip.
-        sustained: fraction of the peaks that its power limit sustains.
-        measured: source of the measurement; "" if power is not the limit or no measurement is known.
+        figures: peaks of the chip in FLOP/s, by precision.
+        sustained: fraction of the peaks that the chip sustains within its power limit.
+        measured: source of the measurement of `sustained`; "" if power is not the limit or no measurement is known.
     """
 
     generation: str
@@ -297,7 +307,7 @@ def gpu(
     source: str,
     kind: str = GPU,
 ) -> Accelerator:
-    """Make the entry of a GPU, or of another card."""
+    """Create the entry of a GPU or another card."""
     measured = {"sustained": chip.measured} if chip.measured else {}
     return Accelerator(
         name,
@@ -337,7 +347,10 @@ def tpu(
     power_w: float | None = None,
     assumed: Mapping[str, str] | None = None,
 ) -> Accelerator:
-    """Make the entry of a TPU chip, whose pod is a torus of `torus` dimensions. `assumed` lists assumed figures."""
+    """Create the entry of a TPU chip, whose pod is a torus of `torus` dimensions.
+
+    `assumed` lists the figures that are assumptions.
+    """
     source = f"Cloud {name.replace('-', ' ')} documentation, Google"
     always = {"latency": "assumed", "fp32": "assumed: six passes in bf16 (XLA's HIGHEST)"}
     return Accelerator(
@@ -370,7 +383,10 @@ def neuron(
     host_gib: float,
     source: str,
 ) -> Accelerator:
-    """Make the entry of a core of a Trainium chip, as in torch. The 16 chips of an instance form a 4 × 4 torus."""
+    """Create the entry of a Trainium core, which is a device in torch.
+
+    The 16 chips of an instance form a 4 × 4 torus.
+    """
     return Accelerator(
         name,
         NEURON,
@@ -389,7 +405,10 @@ def neuron(
 
 
 def core(name: str, fp32_per_cycle: int, bf16_per_cycle: int | None = None) -> Accelerator:
-    """Make the entry of one core of a processor. Jobs on CPUs should be measured instead."""
+    """Create the entry of one core of a processor.
+
+    For jobs on CPUs, measurements are more accurate.
+    """
     fp32 = fp32_per_cycle * 2.5e-3
     return Accelerator(
         name,
@@ -414,7 +433,7 @@ _RTX_BLACKWELL = "RTX Blackwell GPU architecture, NVIDIA, appendix A"
 _PRO_BLACKWELL = "RTX PRO Blackwell GPU architecture, NVIDIA"
 _A_DIE = "half of a card: torch sees its two dies as two devices"
 _P100_SHEET = "P100 data sheet; its sums in fp32 take an fp32 unit, so that fp16 is no faster"
-# Fraction of the peak that the largest products reach, divided by the 0.869 of an A100.
+# Fraction of the peak that the largest matrix products reach, divided by this fraction for an A100, 0.869.
 _MAMF = "largest products measured, of an A100's part (ml-engineering, Bekman, MAMF)"
 _MAF = "largest products measured, of an A100's part (ROCm blogs, Measuring Max-Achievable FLOPs, part 2)"
 _SCALED = "an H100-SXM's, by power for each multiprocessor (catalogue/power.py)"
@@ -462,7 +481,7 @@ _MI350X = Chip("cdna4", 256, peaks(72.1, 144.2, 2306.9, fp8=4613.7, fp4=9227.5, 
 
 
 def _of_another_memory(device: Accelerator, name: str, memory_gib: float, memory_gbps: float) -> Accelerator:
-    """Return the device with other memory chips."""
+    """Return the entry of the same device with other memory chips."""
     return replace(device, name=name, memory_bytes=int(memory_gib * 2**30), memory_bandwidth=memory_gbps * 1e9)
 
 
@@ -470,7 +489,7 @@ _H100_SXM = gpu("H100-SXM", _H100, 80, 3350, 700, DGX_H100, "H100 data sheet")
 _GRAND_TETON = "an H100 with 96 GB of HBM2e at 2.4 TB/s, of 500 W: torchtitan, benchmarks; torchao, roofline_utils"
 _H100_HBM2E = at_power(_of_another_memory(_H100_SXM, "H100-SXM-96", 96, 2400), 500)
 
-# the usual device of each family first
+# in each family, the usual device is the first
 GPUS = (
     gpu("GB300", _GB300, 277, 8000, 1400, GB300_NVL72, "GB300 NVL72 data sheet"),
     gpu("GB200", _GB200, 186, 8000, 1200, GB200_NVL72, "GB200 NVL72 data sheet"),
@@ -527,7 +546,7 @@ _HALF = "a core, half of a chip, as frameworks see it; ICI: 4 links of 656 Gbit/
 _AS_V5P = {"network": "assumed, as a v5p's"}
 _V3_ASSUMED = {"device": _HALF, "network": "assumed: 100 Gbit/s for a host of 8", "host": "assumed"}
 
-# fp32 and tf32: an eighth and a quarter of bf16, as for Gaudi 3; fp64 in software
+# fp32 and tf32 have an eighth and a quarter of the peak of bf16, as for Gaudi 3; fp64 is computed in software
 _GAUDI_2 = Chip("gaudi", 2, peaks(9, 54, 432, tf32=108, fp8=865))
 _GAUDI_3 = Chip("gaudi", 8, peaks(38, 229, 459, tf32=459, bf16=1835, fp8=1835), 0.78, _MAMF)
 _TRAINIUM_1 = (

@@ -1,7 +1,6 @@
-"""Linux control groups (v1, v2): limits on cores and memory, and groups that paceline makes.
+"""Linux control groups (v1, v2): limits on cores and memory, and groups that paceline creates.
 
-`root` is the root of the file system to read. A container is limited by its own group and by every visible group above
-it.
+`root` is the root of the file system to read. A container is limited by its own group and by all visible parent groups.
 """
 
 from __future__ import annotations
@@ -16,23 +15,23 @@ from pathlib import Path
 from paceline.errors import ClusterError
 from paceline.files import kernel_text
 
-# short compared with a step, so that a share of a core acts like a slower core, without noticeable pauses
+# short compared with a training step, so that a share of a core behaves like a slower core, without noticeable pauses
 _PERIOD_US = 20_000
-PREFIX = "paceline-"  # prefix of the groups of emulated hosts
+PREFIX = "paceline-"  # prefix of the names of groups of emulated hosts
 _EMPTY_S = 10.0
-_NEWBORN_S = 60.0  # time in which a new group is not locked yet
+_NEWBORN_S = 60.0  # time during which a new group may not be locked yet
 
 
 def cpu_quota(root: Path = Path("/")) -> float | None:
-    """CPU quota as a number of cores, or None without a limit."""
+    """Return the CPU quota as a number of cores; None if there is no limit."""
     quotas = [q for folder in _folders(root, "cpu") for q in (_quota_v2(folder), _quota_v1(folder)) if q is not None]
     return min(quotas, default=None)
 
 
 def memory_limit_bytes(root: Path = Path("/")) -> int | None:
-    """Memory limit in bytes, or None without a limit.
+    """Return the memory limit in bytes; None if there is no limit.
 
-    Without a limit, version 1 states a number larger than any machine's memory.
+    Without a limit, version 1 returns a number that is larger than the memory of any machine.
     """
     names = ("memory.max", "memory.limit_in_bytes")
     texts = [kernel_text(folder / name) for folder in _folders(root, "memory") for name in names]
@@ -40,12 +39,13 @@ def memory_limit_bytes(root: Path = Path("/")) -> int | None:
 
 
 def place_of_group(name: str, root: Path = Path("/")) -> Path:
-    """Find a folder for a new control group of CPU time; `make_group` creates it.
+    """Find a folder for a new control group that limits CPU time.
 
-    It is in the group of this process, or in the nearest group above that allows it.
+    The folder is in the group of this process, or in the nearest parent group that allows CPU limits. `make_group`
+    creates the folder.
 
     Raises:
-        ClusterError: no group allows it.
+        ClusterError: no group allows CPU limits.
     """
     for folder in _folders(root, "cpu"):
         if (folder / "cgroup.procs").exists() and _limits_children(folder):
@@ -53,24 +53,24 @@ def place_of_group(name: str, root: Path = Path("/")) -> Path:
     raise ClusterError(
         "cluster.no_cpu_control_group",
         "the cores of emulated hosts cannot be limited: no control group for CPU time can be created under "
-        "/sys/fs/cgroup. In a container, start it with --privileged --cgroupns=host. Under systemd, use a scope "
-        "with Delegate=yes. Or leave `cpu` out of `emulate`.",
+        "/sys/fs/cgroup. Start a container with --privileged --cgroupns=host. With systemd, use a scope with "
+        "Delegate=yes. You can also leave `cpu` out of `emulate`.",
     )
 
 
 @contextmanager
 def held_group(folder: Path, cores: float) -> Iterator[Path]:
-    """Hold a control group that limits its processes to `cores` busy cores, inside the context.
+    """Return a context with a control group that limits its processes to `cores` busy cores.
 
     Raises:
-        ClusterError: the kernel refuses, for instance because a group above has fewer cores.
+        ClusterError: the kernel refuses, for instance because a parent group has fewer cores.
     """
     _remove_abandoned(folder.parent)
     try:
         make_group(folder, cores)
         descriptor = os.open(folder, os.O_RDONLY)
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX)  # until this process ends in any way
+            fcntl.flock(descriptor, fcntl.LOCK_EX)  # the lock lasts until this process ends, for whatever reason
             yield folder
         finally:
             os.close(descriptor)
@@ -79,7 +79,10 @@ def held_group(folder: Path, cores: float) -> Iterator[Path]:
 
 
 def remove_group(folder: Path) -> None:
-    """Remove a control group once it is empty. The kernel refuses until its last process has ended."""
+    """Wait until a control group is empty, and remove it.
+
+    The kernel refuses the removal until the last process of the group has ended.
+    """
     until = time.monotonic() + _EMPTY_S
     while folder.exists() and time.monotonic() < until:
         with suppress(OSError):
@@ -89,9 +92,9 @@ def remove_group(folder: Path) -> None:
 
 
 def _remove_abandoned(parent: Path) -> None:
-    """Remove the empty groups of emulated hosts whose launcher and keeper were both killed."""
+    """Remove empty groups of emulated hosts whose launcher and keeper were both killed."""
     for folder in parent.glob(f"{PREFIX}*"):
-        with suppress(OSError):  # another process holds it, runs in it, or has just removed it
+        with suppress(OSError):  # another process holds the group, runs in it, or has just removed it
             descriptor = os.open(folder, os.O_RDONLY)
             try:
                 if time.time() - os.fstat(descriptor).st_mtime > _NEWBORN_S:
@@ -102,10 +105,10 @@ def _remove_abandoned(parent: Path) -> None:
 
 
 def make_group(folder: Path, cores: float) -> Path:
-    """Make a control group that limits its processes to `cores` busy cores; return its folder.
+    """Create a control group with a limit of `cores` busy cores; return its folder.
 
     Raises:
-        ClusterError: the kernel refuses, for instance because a group above has fewer cores.
+        ClusterError: the kernel refuses, for instance because a parent group has fewer cores.
     """
     quota_us = round(cores * _PERIOD_US)
     try:
@@ -132,7 +135,7 @@ def processes_of(folder: Path) -> set[int]:
 
 
 def enter_group(folder: Path) -> None:
-    """Move this process, with all its threads, into a control group.
+    """Move this process with all its threads into a control group.
 
     Raises:
         ClusterError: the group does not exist, or the kernel refuses.
@@ -149,22 +152,22 @@ def enter_group(folder: Path) -> None:
 
 
 def _limits_children(folder: Path) -> bool:
-    """True if groups in this one can have CPU quotas.
+    """Return True if the groups inside this group can have CPU quotas.
 
-    This is always so in version 1, and in version 2 if the group delegates the controller.
+    In version 1, they always can. In version 2, they can if this group delegates the controller.
     """
     return (folder / "cpu.cfs_quota_us").exists() or "cpu" in kernel_text(folder / "cgroup.subtree_control").split()
 
 
 def _folders(root: Path, controller: str) -> Iterator[Path]:
-    """List the group's own folder and the folders above it.
+    """Yield the folder of this process's group, and its parent folders.
 
-    If the container cannot see a group, the mount point takes its place.
+    If the container cannot see a group, the mount point is used instead.
     """
     for line in kernel_text(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         if not controllers:
-            mounts = ["", "unified"]  # version 2, alone or beside version 1
+            mounts = ["", "unified"]  # version 2, alone or together with version 1
         elif controller in controllers.split(","):
             mounts = [controllers, controller]
         else:
@@ -182,4 +185,5 @@ def _quota_v2(folder: Path) -> float | None:
 
 def _quota_v1(folder: Path) -> float | None:
     quota, period = kernel_text(folder / "cpu.cfs_quota_us"), kernel_text(folder / "cpu.cfs_period_us")
-    return int(quota) / int(period) if quota.isdecimal() and period.isdecimal() else None  # a quota of -1 is none
+    # a quota of -1 means no limit
+    return int(quota) / int(period) if quota.isdecimal() and period.isdecimal() else None

@@ -1,6 +1,6 @@
-"""Cluster: *where* a job runs.
+"""A cluster describes *where* a job runs.
 
-It is discovered on this machine, or read from YAML. It is independent of the job and the plan.
+A cluster is discovered on this machine or read from YAML. It is independent of the job and the plan.
 """
 
 from __future__ import annotations
@@ -22,18 +22,20 @@ _FILES = (".yaml", ".yml", ".json")
 
 
 class Cluster(Part):
-    """Hosts that a job may use.
+    """The hosts that a job may use.
 
     Attributes:
-        name: name in messages.
+        name: name of the cluster in messages.
         hosts: the hosts, with their cores, memory, devices and links.
-        emulate: hosts emulated on this machine, instead of `hosts`.
-        catalogue: a name such as `64x8xH100-SXM, 400gbit`, instead of `hosts`. Such a cluster can only be planned for.
+        emulate: hosts to emulate on this machine, instead of `hosts`.
+        catalogue: a name such as `64x8xH100-SXM, 400gbit`, instead of `hosts`. Such a cluster can be used only for
+            planning.
         price_per_hour: price of one device for an hour, in any currency.
-        failures_per_host_day: failures per host and day, after which the host or a rank on it is restarted.
+        failures_per_host_day: number of failures per host and day; after a failure, the host or a rank on the host is
+            restarted.
 
     Raises:
-        ClusterError: a value is invalid, or the catalogue has no such device.
+        ClusterError: a value is invalid, or a device is not in the catalogue.
 
     Example:
         >>> paceline.Cluster(catalogue="8xH100-SXM")
@@ -49,13 +51,13 @@ class Cluster(Part):
 
     @model_validator(mode="after")
     def _from_the_catalogue(self) -> Cluster:
-        """Resolve the text of `catalogue` to hosts, price and name."""
+        """Derive hosts, price and name from the text of `catalogue`."""
         if self.catalogue is None:
             return self
         if self.hosts or self.emulate:
             raise InvalidValue(
                 "cluster.catalogue_with_hosts",
-                "the hosts of a cluster from the catalogue come from its name. Leave `hosts` and `emulate` out.",
+                "the name of a cluster from the catalogue determines its hosts. Leave `hosts` and `emulate` out.",
             )
         named = read_name(self.catalogue)
         object.__setattr__(self, "hosts", hosts_of(named))
@@ -78,7 +80,7 @@ class Cluster(Part):
         if self.emulate and self.emulate.hosts != len(self.hosts):
             raise InvalidValue(
                 "cluster.emulated_hosts_differ",
-                "emulate stands for {emulated} hosts, but {listed} are listed. Leave `hosts` out.",
+                "emulate creates {emulated} hosts, but {listed} are listed. Leave `hosts` out.",
                 emulated=self.emulate.hosts,
                 listed=len(self.hosts),
             )
@@ -100,7 +102,7 @@ class Cluster(Part):
         """Read a cluster from a YAML file.
 
         Raises:
-            ClusterError: the file cannot be read, or a key or value is invalid. The text names the line, and the
+            ClusterError: the file cannot be read, or a key or value is invalid. The message names the line, and the
                 nearest key for a misspelled one.
         """
         example = "`emulate: {hosts: 4, rate: 100mbit}`, or `catalogue: 64x8xH100-SXM, 400gbit`"
@@ -111,13 +113,13 @@ class Cluster(Part):
         except ValidationError as error:
             problems = explain(error.errors(include_url=False), cls, positions, name="cluster")
             raise ClusterError.of_problems(problems) from None
-        # this machine cannot emulate the hosts, or the catalogue has no such device
+        # this machine cannot emulate the hosts, or a device is not in the catalogue
         except ClusterError as error:
             key = "catalogue" if "catalogue" in values else "emulate"
             raise ClusterError.of_error(error, positions.place((key,))[1]) from error
 
     def __repr__(self) -> str:
-        """Return the hosts and devices in one line."""
+        """Describe the hosts and devices in one line."""
         return f"<Cluster {self.describe()}>"
 
     __str__ = __repr__
@@ -134,27 +136,33 @@ class Cluster(Part):
 
     @property
     def kind(self) -> Kind:
-        """Torch's type of the devices that ranks use."""
+        """Type of the devices that ranks use, as in torch."""
         return self.hosts_in_use[0].kind
 
     @property
     def has_accelerators(self) -> bool:
-        """True if any host has accelerators; ranks then run on these only."""
+        """True if any host has accelerators; ranks then run only on accelerators."""
         return any(host.has_accelerators for host in self.hosts)
 
     @property
     def hosts_in_use(self) -> tuple[Host, ...]:
-        """Hosts that ranks can run on: those with accelerators, or all if none has any."""
+        """Hosts on which ranks can run.
+
+        These are the hosts with accelerators, or all hosts if no host has accelerators.
+        """
         return tuple(host for host in self.hosts if host.has_accelerators == self.has_accelerators)
 
     @property
     def devices(self) -> int:
-        """Number of ranks that fit: all GPUs, or all usable cores without GPUs."""
+        """Number of devices for ranks: all GPUs, or all usable cores without GPUs."""
         return sum(self.devices_per_host)
 
     @property
     def devices_per_host(self) -> tuple[int, ...]:
-        """Number of ranks that fit on each host. It is 0 for a host without GPUs in a cluster with GPUs."""
+        """Number of devices for ranks on each host.
+
+        The number is 0 for a host without GPUs in a cluster with GPUs.
+        """
         return tuple(len(host.devices) if host.has_accelerators == self.has_accelerators else 0 for host in self.hosts)
 
     def describe(self) -> str:
@@ -170,14 +178,14 @@ class Cluster(Part):
         return f"{machines}; {_emulated(self.emulate)}" if self.emulate else machines
 
     def ranks_per_host(self, ranks: int) -> list[int]:
-        """Number of ranks on each host, out of `ranks`; see `spread`."""
+        """Return the number of ranks on each host if there are `ranks` ranks; see `spread`."""
         return spread(ranks, self.devices_per_host)
 
 
 def spread(ranks: int, devices_per_host: Sequence[int]) -> list[int]:
-    """Distribute ranks over hosts, filling hosts in order; return their number per host.
+    """Distribute ranks over hosts in order; return the number of ranks per host.
 
-    The number of ranks per device is the smallest with which all ranks fit.
+    Each device gets as few ranks as possible, and hosts are filled one after the other.
     """
     left, placed = ranks, []
     per_device = -(-ranks // sum(devices_per_host))
@@ -204,13 +212,14 @@ def _tally(names: Iterable[str]) -> str:
 
 
 def cluster_from(text: str | Path) -> Cluster:
-    """Return the cluster of a YAML file, or else of a name.
+    """Return the cluster that a YAML file or a name describes.
 
-    `--cluster` accepts both.
+    The option `--cluster` accepts both.
 
     Raises:
-        ClusterError: the file cannot be read, or the name is invalid: its shape is impossible, a device is not in the
-            catalogue (with the nearest names), or a word is neither a rate nor a price.
+        ClusterError: the file cannot be read, or the name is invalid. A name is invalid if its numbers of hosts and
+            devices are impossible, a device is not in the catalogue (the message shows the nearest names), or a word is
+            neither a rate nor a price.
     """
     path = Path(text)
     if isinstance(text, Path) or path.suffix.lower() in _FILES or path.is_file():
@@ -219,7 +228,7 @@ def cluster_from(text: str | Path) -> Cluster:
 
 
 def devices_of_a_domain(cluster: Cluster) -> int | None:
-    """Number of devices in each of the cluster's domains; None if no hosts are joined."""
+    """Return the number of devices in each domain of joined hosts; None without such domains."""
     hosts = cluster.hosts_in_use
     names = {(gpu.name, len(host.gpus)) for host in hosts for gpu in host.gpus}
     if len(names) != 1:

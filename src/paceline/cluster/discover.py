@@ -1,4 +1,4 @@
-"""Discovery of this machine as a cluster, and of the environment that a run records."""
+"""Discovery of this machine as a cluster, and the environment that a run records."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from paceline.cluster.machine import find_gpus, host_with, this_host
 from paceline.device import DEVICE_VARIABLE, VISIBLE
 
 _PACKAGES = ("paceline", "torch", "numpy")
-_VARIABLES = re.compile(  # variables that change speed or results, and cannot contain secrets
+_VARIABLES = re.compile(  # variables that may change speed or results, and that cannot contain secrets
     r"(OMP|KMP|GOMP|MKL|OPENBLAS|NCCL|TORCH_NCCL|GLOO|TP|TORCHELASTIC)_[A-Z0-9_]+|CUDA_(DEVICE_ORDER|LAUNCH_BLOCKING)"
     r"|CUBLAS_WORKSPACE_CONFIG|PYTORCH(_CUDA)?_ALLOC_CONF|MASTER_(ADDR|PORT)|(LOCAL_|GROUP_)?(RANK|WORLD_SIZE)|LD_PRELOAD|PYTHONHASHSEED"
     rf"|{'|'.join(VISIBLE)}|{DEVICE_VARIABLE}"
@@ -22,20 +22,20 @@ _VARIABLES = re.compile(  # variables that change speed or results, and cannot c
 
 
 def discover() -> Cluster:
-    """Discover this machine as a cluster of one host: usable cores and memory, GPUs, links.
+    """Return this machine as a cluster of one host, with its devices and links.
 
-    Cores and memory are limited by affinity and control groups.
+    Only the cores and the memory that affinity and control groups allow are included.
 
     Raises:
-        ClusterError: the GPU driver does not work, or the devices of PACELINE_HOST_DEVICES do not exist.
+        ClusterError: the GPU driver does not work, or devices that PACELINE_HOST_DEVICES requires do not exist.
     """
     return Cluster(name="this machine", hosts=(this_host(),))
 
 
 def environment() -> dict[str, Any]:
-    """Return the environment that a run's figures depend on, as plain JSON values.
+    """Return the properties of this machine that influence a run, as plain JSON values.
 
-    Load average: busy cores over 1, 5 and 15 minutes.
+    The load average is the mean number of busy cores over the last 1, 5 and 15 minutes.
     """
     gpus = find_gpus()
     host = host_with(gpus)
@@ -64,7 +64,10 @@ def _version(package: str) -> str | None:
 
 
 def _git_commit() -> str | None:
-    """Commit of the current folder, or None outside a repository. It ends in `-dirty` if files differ from it."""
+    """Return the Git commit of the current folder; None outside of a repository.
+
+    The text ends in `-dirty` if files differ from the commit.
+    """
     command = ["git", "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty"]
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True, timeout=5).stdout.strip() or None

@@ -1,6 +1,6 @@
-"""Findings about this machine for training: one line each, with advice for problems.
+"""Checks of this machine for training; each finding is a line with advice for problems.
 
-`root` is the root of the file system with the kernel's files.
+`root` is the root of the file system that contains /proc and /sys.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ _INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 @dataclass(frozen=True)
 class Finding:
-    """Finding about one topic, shown as a line.
+    """A finding about one topic, which is shown as a line.
 
-    A `problem` prevents training; a `note` costs speed, or an optional feature.
+    A `problem` prevents training. A `note` reduces the speed or prevents the use of an optional feature.
     """
 
     level: Literal["ok", "note", "problem"]
@@ -58,7 +58,7 @@ class Finding:
 
 
 def check_machine(host: Host, driver: str | None, root: Path = _ROOT) -> Iterator[Finding]:
-    """Check processor, memory, GPUs and network."""
+    """Check the processor, memory, GPUs and network."""
     yield _processor(host, root)
     yield _cores(host, root)
     yield _clock(root)
@@ -71,7 +71,7 @@ def check_machine(host: Host, driver: str | None, root: Path = _ROOT) -> Iterato
 
 
 def check_system(root: Path = _ROOT) -> Iterator[Finding]:
-    """Findings about the kernel: shared memory, loopback, files."""
+    """Check the kernel: shared memory, loopback interface and limits on files."""
     yield _segment()
     yield _dev_shm(root)
     yield _loopback()
@@ -80,7 +80,7 @@ def check_system(root: Path = _ROOT) -> Iterator[Finding]:
 
 
 def check_data_plane(variables: Mapping[str, str], root: Path = _ROOT) -> Finding:
-    """Check the encryption of traffic between ranks, with these environment variables."""
+    """Check the encryption of traffic between ranks for the given environment variables."""
     plain = "gloo and NCCL send tensors in plaintext and ask nobody who they are (tcp encrypts)"
     page = "docs/how-to/secure_the_network.md"
     advice = f"keep it on a network of the run's own: {page} has WireGuard and a NetworkPolicy, complete"
@@ -101,7 +101,7 @@ def check_data_plane(variables: Mapping[str, str], root: Path = _ROOT) -> Findin
 
 
 def check_load(cores: int, seconds: float = 0.5) -> Finding:
-    """Measure other load on this machine over `seconds`, without this process and its children."""
+    """Measure the load of other processes on this machine for some seconds."""
     busy, steal, others = other_load(seconds)
     if steal > 0.05 * cores:
         advice = "measure again when the physical host is quiet, or on dedicated cores"
@@ -116,9 +116,10 @@ def check_load(cores: int, seconds: float = 0.5) -> Finding:
 
 
 def other_load(seconds: float) -> tuple[float, float, Sequence[tuple[str, float]]]:
-    """Measure other load: busy cores, cores used by a hypervisor, and processes with their cores.
+    """Measure the cores that other processes and the hypervisor use, and list the processes.
 
-    The busiest process is first.
+    The result is the number of busy cores, the number of cores that the hypervisor uses, and a list of processes with
+    the cores that each uses. The busiest process is first.
     """
     import psutil
 
@@ -129,7 +130,7 @@ def other_load(seconds: float) -> tuple[float, float, Sequence[tuple[str, float]
     passed_s = time.monotonic() - started
     now, after = psutil.cpu_times(), _processes()
     cores = {pid: (used_s - before.get(pid, 0.0)) / passed_s for pid, (_, used_s) in after.items()}
-    busy_s = sum(now[:3]) - sum(machine[:3])  # user, nice, system
+    busy_s = sum(now[:3]) - sum(machine[:3])  # time in user mode, in user mode with low priority, and in the kernel
     own_cores = sum(used for pid, used in cores.items() if pid in own)
     others = [(f"{after[pid][0]} (pid {pid})", used) for pid, used in cores.items() if pid not in own and used >= 0.05]
     others.sort(key=lambda other: -other[1])
@@ -238,7 +239,7 @@ def _gpu_counter() -> Energy:
 
 
 def _segment() -> Finding:
-    """Check anonymous memory (memfd), created as ranks do."""
+    """Check anonymous shared memory (memfd), which ranks use."""
     try:
         fd = os.memfd_create("paceline-doctor", os.MFD_CLOEXEC)
         try:
@@ -304,7 +305,7 @@ def _temporary_folder() -> Finding:
 
 
 def _processes() -> dict[int, tuple[str, float]]:
-    """Name and CPU seconds of every visible process."""
+    """Return the name and the CPU seconds of every visible process."""
     import psutil
 
     found = {}
@@ -332,7 +333,7 @@ _EXTRAS = {
     "metrics": (("torchmetrics",), "metrics of torchmetrics"),
     "tensorboard": (("tensorboard",), "TensorBoard events of every run"),
 }
-# capability of an accelerator, and the effect of its absence
+# capabilities of an accelerator, each with the effect of its absence
 _CAPABILITIES = {
     "collectives": ("collectives", "one rank only, as ranks cannot send each other what is on the devices"),
     "bf16": ("bf16", "precision: fp32 or fp16 in the job"),
@@ -352,7 +353,10 @@ _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 
 
 def check_software(host: Host, torch: Mapping[str, Any] | str) -> Iterator[Finding]:
-    """Check torch, the compiler and the extras. `torch` is the answer of `Probe.torch`, or its error."""
+    """Check torch, the compiler and the optional packages.
+
+    `torch` is the result of `Probe.torch`, or the error that it raised.
+    """
     yield Finding("ok", "Python", f"{platform.python_version()} ({platform.platform(terse=True)})")
     if isinstance(torch, str):
         yield Finding("problem", "torch", torch, "install it again: https://pytorch.org/get-started/locally")
@@ -364,7 +368,7 @@ def check_software(host: Host, torch: Mapping[str, Any] | str) -> Iterator[Findi
 
 
 def check_variables(environ: Mapping[str, str]) -> Iterator[Finding]:
-    """Find environment variables that would mislead a run."""
+    """Find environment variables that would disturb a run."""
     found = [Finding("note", "variables", text, advice) for text, advice in _misleading(environ)]
     yield from found or [Finding("ok", "variables", "none that misleads a run")]
 
@@ -402,7 +406,10 @@ def _torch_and_gpus(torch: Mapping[str, Any], host: Host) -> Iterator[Finding]:
 
 
 def check_capabilities(can: Mapping[str, Any]) -> Iterator[Finding]:
-    """Check torch's capabilities on this machine's accelerators; `can` comes from `Probe.torch`."""
+    """Check torch's capabilities on this machine's accelerators.
+
+    `can` is the entry of that name in the result of `Probe.torch`.
+    """
     for name, (topic, without) in _CAPABILITIES.items():
         if can.get(name):
             yield Finding("ok", topic, str(can[name]) if isinstance(can[name], str) else "yes")
@@ -411,7 +418,7 @@ def check_capabilities(can: Mapping[str, Any]) -> Iterator[Finding]:
 
 
 def _compiler() -> Finding:
-    """Check the compiler that torch.compile needs: CXX or g++, and Python.h."""
+    """Check for a C++ compiler (CXX or g++) and Python.h, which torch.compile needs."""
     compiler = os.environ.get("CXX") or "g++"
     headers = Path(sysconfig.get_path("include"), "Python.h")
     needed = {f"{compiler} (C++ compiler)": shutil.which(compiler), str(headers): headers.exists()}
@@ -437,7 +444,7 @@ def _packages() -> Iterator[Finding]:
 
 
 def _misleading(environ: Mapping[str, str]) -> Iterator[tuple[str, str | None]]:
-    """Effects of misleading variables, each with advice."""
+    """Yield the effects of disturbing variables, each with advice."""
     if "RANK" in environ:
         text = f"RANK={environ['RANK']}: `paceline train` takes itself for a rank of a torchrun"
         yield text, "unset RANK WORLD_SIZE LOCAL_RANK MASTER_ADDR MASTER_PORT, unless torchrun set them"

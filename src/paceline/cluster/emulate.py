@@ -1,6 +1,7 @@
 """Hosts emulated on this machine, with the rates and cores of a real cluster.
 
-A host is a network namespace (for addresses and link) and a control group (for cores). Memory and disks are shared.
+An emulated host is a network namespace, for its address and its link, and a control group, which limits its cores. All
+hosts share memory and disks.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from paceline.rank_environment import HostEntry
 
 @dataclass(frozen=True)
 class LinkBytes:
-    """Bytes that one host's link has carried, including Ethernet, IP and TCP headers."""
+    """Bytes that the link of one host has carried, including Ethernet, IP and TCP headers."""
 
     sent_bytes: int
     received_bytes: int
@@ -47,14 +48,14 @@ class LinkBytes:
 
 @dataclass(frozen=True)
 class EmulatedHost:
-    """Running emulated host.
+    """An emulated host that is running.
 
     Attributes:
-        namespace: path; `nsenter --net=NAMESPACE command` runs a command inside.
+        namespace: path of the host's network namespace; `nsenter --net=NAMESPACE command` runs a command in it.
         bridge: path of the namespace with the bridge of the host's link.
-        address: address on the network of the emulation.
+        address: address of the host in the network of the emulation.
         interface: network interface of the host's link.
-        group: folder of the control group that limits its cores; None without a limit.
+        group: folder of the control group that limits the host's cores; None without a limit.
     """
 
     name: str
@@ -66,26 +67,30 @@ class EmulatedHost:
 
     @property
     def entry(self) -> HostEntry:
-        """Data for a process to enter the host with `enter_host`."""
+        """Data with which a process enters the host, for `enter_host`."""
         return HostEntry(self.name, self.namespace, self.bridge, self.group)
 
 
 def enter_host(entry: HostEntry | None) -> None:
-    """Move this process into an emulated host, if any. Call it before any thread is started."""
+    """Move this process into an emulated host, if `entry` is given.
+
+    Call this before the process starts any thread.
+    """
     if entry is None:
         return
     enter(entry.network_namespace)
-    # Stays open until this process ends, because the process needs its network even if the launcher is killed.
+    # This file stays open until this process ends, because the process needs its network even if the launcher is
+    # killed.
     os.open(entry.bridge, os.O_RDONLY)
     if entry.control_group is not None:
         enter_group(entry.control_group)
 
 
 class Emulation:
-    """Emulated hosts, which run inside the context.
+    """Emulated hosts, which exist within the context.
 
-    They exist as long as this process or a process inside them. If this process dies, processes inside get time to
-    save.
+    The hosts continue to exist until this process and all processes inside the hosts have ended. If this process dies,
+    the processes inside the hosts get time to save.
     """
 
     def __init__(self, emulate: Emulate) -> None:
@@ -122,12 +127,12 @@ class Emulation:
         self._made.close()
 
     def carried(self) -> dict[str, LinkBytes]:
-        """Return the bytes that each host's link has carried since the start, by host."""
+        """Return the bytes that the link of each host has carried since the start."""
         counts = carried(self._bridge, self._wires)
         return {host.name: LinkBytes(*count) for host, count in zip(self.hosts, counts, strict=True)}
 
     def cut(self, host: int) -> None:
-        """Make a host's link drop every packet, like a pulled cable or a dead switch."""
+        """Make a host's link drop every packet, like a disconnected cable or a dead switch."""
         if self.emulate.delay_ms:
             self._keeper.order("cut", host)
         else:
@@ -166,22 +171,22 @@ def _must_be_possible() -> None:
 
 
 _GRACE_S = 35.0  # a rank that saves a checkpoint after its launcher's death ends itself after 30 s
-_ANSWER_S = 30.0  # for the start of Python on a busy machine
-_TERMINATE_S = 1.0  # from SIGTERM to SIGKILL
-_KILL_S = 10.0  # SIGKILL takes effect at once, unless a process is stuck in a failing disk or driver
+_ANSWER_S = 30.0  # longest time that Python needs to start on a busy machine
+_TERMINATE_S = 1.0  # time between SIGTERM and SIGKILL
+_KILL_S = 10.0  # SIGKILL takes effect immediately, unless a process waits for a failing disk or driver
 _TICK_S = 0.02
 
 
 class Keeper:
-    """Launcher's handle on the keeper process, which carries packets and cleans up."""
+    """The launcher's handle on the keeper process, which carries packets and cleans up."""
 
     def __init__(self, namespaces: Sequence[int], groups: Sequence[Path], delay_ms: float | None) -> None:
         """Start the process.
 
         Args:
-            namespaces: descriptors: the bridge's first, then each host's.
-            groups: folders of the hosts' control groups.
-            delay_ms: delay of each packet; with None the keeper carries no packets.
+            namespaces: descriptors of the network namespaces, first of the bridge, then of each host.
+            groups: folders of the control groups of the hosts.
+            delay_ms: delay of each packet in milliseconds; if None, the keeper carries no packets.
         """
         launcher = os.pidfd_open(os.getpid())
         told = json.dumps([launcher, list(namespaces), list(map(str, groups)), delay_ms])
@@ -201,7 +206,7 @@ class Keeper:
         """Wait until the keeper carries packets.
 
         Raises:
-            ClusterError: the keeper failed; the text gives the reason.
+            ClusterError: the keeper failed; the message gives the reason.
         """
         if (answer := self._answer()) != "carrying":
             raise ClusterError(
@@ -211,7 +216,7 @@ class Keeper:
             )
 
     def order(self, verb: str, host: int) -> None:
-        """Let the keeper `cut` or `mend` the link of a host, and wait for it.
+        """Make the keeper `cut` or `mend` a host's link, and wait for its answer.
 
         Raises:
             ClusterError: the keeper does not answer.
@@ -230,32 +235,32 @@ class Keeper:
             )
 
     def _answer(self) -> str:
-        """Read the next line that the keeper prints; "" once it has died."""
+        """Read the next line that the keeper prints; return "" if the keeper has died."""
         assert self._process.stdout is not None
         ready, _, _ = select.select([self._process.stdout], [], [], _ANSWER_S)
         return self._process.stdout.readline().decode().strip() if ready else f"no answer within {_ANSWER_S:g} s"
 
     def dismiss(self) -> None:
-        """End the keeper, after the launcher has cleaned up itself."""
+        """End the keeper after the launcher has cleaned up."""
         self._process.kill()
         self._process.communicate()
 
 
 def end_processes(namespaces: Sequence[int], groups: Sequence[Path], grace_s: float = 0.0) -> None:
-    """End the processes in these namespaces and control groups.
+    """End all processes in these namespaces and control groups.
 
     Args:
-        grace_s: longest wait for them to end by themselves.
+        grace_s: longest time to wait until the processes end by themselves, in seconds.
 
     Raises:
-        ClusterError: a process could not be ended.
+        ClusterError: a process cannot be ended.
     """
     for number, patience_s in ((0, grace_s), (signal.SIGTERM, _TERMINATE_S), (signal.SIGKILL, _KILL_S)):
         for pid in _processes(namespaces, groups):
             with suppress(ProcessLookupError):
                 pidfd = os.pidfd_open(pid)
                 try:
-                    if pid in _processes(namespaces, groups):  # still the same process
+                    if pid in _processes(namespaces, groups):  # the id still belongs to the same process
                         signal.pidfd_send_signal(pidfd, number)
                 finally:
                     os.close(pidfd)
@@ -264,7 +269,9 @@ def end_processes(namespaces: Sequence[int], groups: Sequence[Path], grace_s: fl
             time.sleep(_TICK_S)
     if left := _processes(namespaces, groups):
         raise ClusterError(
-            "emulate.processes_left", "these processes in emulated hosts cannot be ended: {pids}", pids=sorted(left)
+            "emulate.processes_left",
+            "processes in emulated hosts cannot be ended. Their ids are {pids}.",
+            pids=sorted(left),
         )
 
 
@@ -273,7 +280,10 @@ def _processes(namespaces: Sequence[int], groups: Sequence[Path]) -> set[int]:
 
 
 def processes_in(namespaces: Sequence[int], groups: Sequence[Path]) -> set[int]:
-    """Find process ids in network namespaces, by inode, and in control groups, except this process."""
+    """Return the ids of all other processes in network namespaces and control groups.
+
+    Namespaces are given by their inodes. This process is not included.
+    """
     wanted = set(namespaces)
     found = set().union(*map(processes_of, groups))
     for name in os.listdir("/proc"):
@@ -286,7 +296,7 @@ def processes_in(namespaces: Sequence[int], groups: Sequence[Path]) -> set[int]:
 def main() -> None:
     """Carry packets on request until the launcher dies, then clean up."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        # until everything is cleaned up, after the launcher's end
+        # ignored until everything is cleaned up, which happens after the launcher has ended
         signal.signal(number, signal.SIG_IGN)
     launcher, namespaces, folders, delay_ms = json.loads(sys.argv[1])
     groups = list(map(Path, folders))
@@ -306,7 +316,7 @@ def main() -> None:
 
 
 def _obey(launcher: int, relay: Relay | None) -> None:
-    """Cut and mend links on request, and answer, until the launcher dies."""
+    """Cut and mend links on request, and confirm each request, until the launcher dies."""
     unread = b""
     while True:
         ready, _, _ = select.select([0, launcher], [], [])

@@ -1,4 +1,4 @@
-"""Hosts with their devices and links, and hosts that this machine emulates."""
+"""Hosts with their devices and links, and the hosts that this machine emulates."""
 
 from __future__ import annotations
 
@@ -12,58 +12,62 @@ from paceline.device import CPU, GPU
 from paceline.errors import InvalidValue
 
 T = TypeVar("T")
-# torch's type of a device: `cuda` (also AMD's), `xpu`, `mps`, a plugin's own; `cpu` is a core
+# torch's device type: `cuda` (also for AMD), `xpu`, `mps`, or the type of a plugin; `cpu` for a core
 Kind = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$")]
-Listed = Annotated[tuple[T, ...], Field(strict=False)]  # YAML has only lists
+Listed = Annotated[tuple[T, ...], Field(strict=False)]  # a tuple that is a list in YAML
 
 
 class Part(BaseModel):
-    """Base class with strict keys and values (a quoted number is not a number), frozen once read."""
+    """Base class with strict keys and values, which cannot be changed.
+
+    For example, a quoted number is not accepted as a number.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
 
 class Device(Part):
-    """Device of one rank: an accelerator, or one core of a host without accelerators."""
+    """The device of one rank: an accelerator, or one core of a host without accelerators."""
 
-    index: int = Field(ge=0)  # torch's index on its host
+    index: int = Field(ge=0)  # index of the device in torch on its host
     kind: Kind = GPU
     name: str
-    memory_bytes: int = Field(ge=1)  # for a core, its equal share of the host's memory
+    memory_bytes: int = Field(ge=1)  # for a core, an equal share of the host's memory
     bf16: bool | None = None  # arithmetic in hardware; None if unknown
-    graphs: bool | None = None  # True if torch can replay its kernels as graphs; None if not queried
+    graphs: bool | None = None  # True if torch can capture and replay graphs on the device; None if not queried
 
 
 class Link(Part):
-    """Link between hosts or between devices.
+    """A link between hosts or between devices.
 
-    Between hosts: `loopback`, or `ethernet` for any other interface; between devices: `nvlink`, `pcie`.
+    The kind of a link between hosts is `loopback`, or `ethernet` for any other interface. The kind of a link between
+    devices is `nvlink` or `pcie`.
 
-    It is named after the interface (`eth0`), the two devices (`cuda:0-cuda:1`), or the device and its switch
-    (`cuda:0-switch`). `channel:1` is the measured link to host 1 over the channel of the host processes.
+    A link has the name of the interface (`eth0`), of the two devices (`cuda:0-cuda:1`), or of the device and its switch
+    (`cuda:0-switch`). `channel:1` is the measured link to host 1 over the channel between host processes.
     """
 
     name: str
     kind: Literal["loopback", "ethernet", "nvlink", "pcie", "measured"]
-    # Gbit/s per direction, as stated by the driver; None if not stated
+    # Gbit/s per direction, as reported by the driver; None if not reported
     bandwidth_gbps: float | None = Field(None, gt=0)
     latency_ms: float | None = Field(None, gt=0)  # one-way latency, if measured
-    # ratio of all hosts' rates together to the capacity of the switches above them, …
+    # oversubscription: total rate of all hosts divided by the capacity of the switches above them, …
     oversubscription: float = Field(1.0, ge=1, allow_inf_nan=False)
-    oversubscribed_beyond: int = Field(1, ge=1)  # … for more than this number of hosts
+    oversubscribed_beyond: int = Field(1, ge=1)  # … which applies if there are more than this number of hosts
 
 
 class Host(Part):
-    """Machine, or the part of it that control groups and affinity allow."""
+    """A machine, or the part of a machine that control groups and affinity allow."""
 
     name: str
-    cores: int = Field(ge=1)  # logical cores: the maximum that may be busy at once
+    cores: int = Field(ge=1)  # maximum number of logical cores that may be busy at the same time
     memory_bytes: int = Field(ge=1)
     cpu: str = "CPU"
     cpu_bf16: bool | None = None  # arithmetic in hardware; None if unknown
-    cpu_avx512: bool | None = None  # x86 vectors of 512 bits
+    cpu_avx512: bool | None = None  # x86 vector instructions of 512 bits
     affinity: Listed[Listed[int]] = ()
-    """Ids of the usable logical cores, grouped by physical core; empty where unknown."""
+    """Ids of the usable logical cores, grouped by physical core; empty if unknown."""
     gpus: Listed[Device] = ()
     links: Listed[Link] = ()
 
@@ -87,8 +91,8 @@ class Host(Part):
         if any(gpu.kind == CPU for gpu in self.gpus):
             raise InvalidValue(
                 "cluster.cpu_among_gpus",
-                "host {name} lists a device of kind cpu among its GPUs. Remove it: the cores of a host are always "
-                "devices.",
+                "host {name} lists a device of kind cpu among its GPUs. Remove this device: the cores of a host are "
+                "always devices.",
                 name=self.name,
             )
         if len(kinds := sorted({gpu.kind for gpu in self.gpus})) > 1:
@@ -102,17 +106,17 @@ class Host(Part):
 
     @property
     def kind(self) -> Kind:
-        """Torch's type of its devices."""
+        """Type of the host's devices, as in torch."""
         return self.gpus[0].kind if self.gpus else CPU
 
     @property
     def has_accelerators(self) -> bool:
-        """True if ranks use accelerators here, not cores."""
+        """True if ranks on this host use accelerators instead of cores."""
         return bool(self.gpus)
 
     @property
     def devices(self) -> tuple[Device, ...]:
-        """Accelerators; on a host without any, its usable cores, one device each."""
+        """The host's accelerators, or its usable cores if it has no accelerators."""
         share = max(1, self.memory_bytes // self.cores)
         return self.gpus or tuple(
             Device(index=i, kind=CPU, name=self.cpu, memory_bytes=share, bf16=self.cpu_bf16) for i in range(self.cores)
@@ -120,23 +124,23 @@ class Host(Part):
 
     @property
     def physical_cores(self) -> int:
-        """Number of usable physical cores; hyper-threads share the arithmetic units of a core."""
+        """Number of usable physical cores, without additional hyper-threads."""
         return min(self.cores, len(self.affinity) or self.cores)
 
 
 class Emulate(Part):
-    """Hosts emulated on this machine, without GPUs, to test a cluster.
+    """Hosts without GPUs that this machine emulates, to test a cluster.
 
-    Links have a configured rate, and hosts a configured number of cores.
+    The rate of each link and the number of cores of each host can be set.
 
-    `rate` (`100mbit`, per direction) and `cpu` (cores that may be busy at once) are one value for all hosts or a list
-    with one value per host. `delay_ms` is the one-way delay of a packet from any host to any other. The hosts' network
-    is isolated, so data must already be on the machine.
+    `rate` is a rate per direction, such as `100mbit`. `cpu` is the number of cores that may be busy at the same time.
+    Both are one value for all hosts, or a list with one value per host. `delay_ms` is the one-way delay of a packet
+    between any two hosts. The network of the hosts is isolated, so data must already be on the machine.
     """
 
     hosts: int = Field(ge=1, le=250)
-    rate: str | Listed[str] | None = None  # None: unlimited
-    cpu: float | Listed[float] | None = None  # None: all cores of the machine
+    rate: str | Listed[str] | None = None  # None means unlimited
+    cpu: float | Listed[float] | None = None  # None means all cores of the machine
     delay_ms: float | None = Field(None, gt=0, le=10_000, allow_inf_nan=False)
 
     @field_validator("rate", mode="before")
@@ -175,34 +179,36 @@ class Emulate(Part):
 
     @property
     def rates_bps(self) -> tuple[int | None, ...]:
-        """Rate of each host's link in bits/s per direction; None if unlimited."""
+        """Rate of the link of each host in bits/s per direction; None if unlimited."""
         rates = self.rate if isinstance(self.rate, tuple) else (self.rate,) * self.hosts
         return tuple(None if rate is None else bits_per_s(rate) for rate in rates)
 
     @property
     def cores(self) -> tuple[float | None, ...]:
-        """Number of cores that each host may keep busy; None if unlimited."""
+        """Number of cores that may be busy on each host; None if unlimited."""
         return self.cpu if isinstance(self.cpu, tuple) else (self.cpu,) * self.hosts
 
 
 _RATE = re.compile(r"(?P<number>\d+(\.\d+)?) ?(?P<unit>[kmg])bit(/s)?", re.IGNORECASE)
 _UNITS = {"k": 10**3, "m": 10**6, "g": 10**9}
-_LEAST, _MOST = 10**4, 4 * 10**11  # range that `tc` can shape
+_LEAST, _MOST = 10**4, 4 * 10**11  # range of rates that `tc` can enforce
 
 
 def bits_per_s(rate: str) -> int:
-    """Parse a rate: `100mbit` is 100,000,000. As in `tc`, kbit, mbit and gbit are 10³, 10⁶ and 10⁹ bits per second.
+    """Convert a rate such as `100mbit` to bits per second, here 100,000,000.
+
+    As in `tc`, kbit, mbit and gbit are 10³, 10⁶ and 10⁹ bits per second.
 
     Raises:
-        ValueError: the text is not a rate; the error shows valid rates.
+        ValueError: the text is not a rate; the message shows valid rates.
     """
     match = _RATE.fullmatch(rate.strip())
     speed = round(float(match["number"]) * _UNITS[match["unit"].lower()]) if match else 0
     if not _LEAST <= speed <= _MOST:
         raise InvalidValue(
             "cluster.rate_invalid",
-            "{rate!r} is not a rate such as 25mbit or 1gbit (kbit, mbit, gbit: 10³, 10⁶, 10⁹ bits a second, 10kbit "
-            "to 400gbit)",
+            "{rate!r} is not a rate such as 25mbit or 1gbit. The units kbit, mbit and gbit are 10³, 10⁶ and 10⁹ bits "
+            "per second, and rates range from 10kbit to 400gbit.",
             rate=rate,
         )
     return speed

@@ -1,4 +1,4 @@
-"""Launch engines: programs that start a run, and detection of the engine of this process."""
+"""Launch engines: the programs that start runs, and the detection of this process's engine."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from paceline.rank_environment import RANK, RankEnvironment, is_our_rank
 
 @dataclass(frozen=True)
 class HostPlace:
-    """Place of a host process among the hosts of its run.
+    """The number and the address of a host process among the hosts of its run.
 
     Attributes:
-        number: number of this host, from 0; host 0 coordinates the run.
+        number: number of this host, starting at 0; host 0 coordinates the run.
         count: number of hosts, at least 2.
         coordinator: address or name of host 0.
-        port: port where host 0 listens.
+        port: port on which host 0 listens.
         name: name of this host.
-        engine: name of the engine that started the process: "slurm", "ssh", "hosts" (by hand), …
-        run_name: the engine's name or id of the run, for messages.
-        least: minimum number of hosts to begin; the others join later. 0 requires all hosts.
+        engine: name of the engine that started the process, such as "slurm", "ssh" or "hosts" (by hand).
+        run_name: name or id that the engine gives the run, for messages.
+        least: minimum number of hosts with which the run begins; other hosts join later. 0 requires all hosts.
     """
 
     number: int
@@ -45,18 +45,20 @@ class HostPlace:
 
 
 class LaunchEngine:
-    """Starter of a run's processes: torchrun, MPI, a cluster's scheduler, or paceline itself.
+    """A program that starts the processes of a run.
 
-    It starts one process per rank, each with a `place()`, or one host process per host, each with a place among the
-    `hosts()`. A host process starts the ranks of its host.
+    Examples are torchrun, MPI, the scheduler of a cluster, and paceline itself.
+
+    An engine starts either one process per rank, for which `place()` returns the rank, or one host process per host,
+    for which `hosts()` returns the number of the host. A host process starts the ranks of its host.
     """
 
     def detect(self) -> bool:
-        """True if the environment shows that this engine started this process."""
+        """Return True if the environment shows that this engine started this process."""
         raise NotImplementedError
 
     def place(self) -> RankEnvironment | None:
-        """This process's rank and rendezvous; None if paceline starts the ranks.
+        """Return this process's rank and rendezvous; None if paceline starts the ranks.
 
         Raises:
             LaunchError: the environment is incomplete.
@@ -64,35 +66,41 @@ class LaunchEngine:
         return None
 
     def hosts(self) -> HostPlace | None:
-        """This host's place among several; None in a rank or with one host.
+        """Return this host's place among several hosts; None in a rank or with one host.
 
         Raises:
-            LaunchError: the environment is incomplete, or contradicts itself.
+            LaunchError: the environment is incomplete or contradictory.
         """
         return None
 
     def note(self) -> str | None:
-        """Line to show before a run starts, if the engine offers more than is used."""
+        """Return a line to show before a run starts, or None.
+
+        Such a line says that the engine offers more nodes or processes than are used.
+        """
         return None
 
     def tell_failure(self, text: str, time_s: float) -> None:
-        """Report the failure of this rank in the engine's own format, if any. Raise OSError if that fails."""
+        """Report the failure of this rank in the engine's own format, if any.
+
+        Raise OSError if the report cannot be written.
+        """
 
 
 HOSTS, HOST_NUMBER, COORDINATOR, ENGINE, HOST_DEVICES = (
     "PACELINE_HOSTS",
     "PACELINE_HOST_NUMBER",
     "PACELINE_COORDINATOR",
-    "PACELINE_ENGINE",  # set by the engines that set the other three: ssh, Ray
-    "PACELINE_HOST_DEVICES",  # number of the host's devices to use
+    "PACELINE_ENGINE",  # set by ssh and Ray, which also set the three variables above
+    "PACELINE_HOST_DEVICES",  # number of devices to use on the host
 )
 MOST_HOSTS = 65_536
-# Different from the ports of torchrun (29500) and its store (29400), and below the ephemeral ports.
+# The ports differ from the ports of torchrun (29500) and its store (29400), and are below the ephemeral ports.
 _FIRST_PORT, _PORTS = 29_600, 1_000
 
 
 def number_from(name: str, advice: str, text: str | None = None) -> int:
-    """Parse the number in a variable, or in a part of its text.
+    """Parse the number in an environment variable, or in a part of its text.
 
     Raises:
         LaunchError: the variable is not set, or is not a number from 0 to `MOST_HOSTS`.
@@ -114,14 +122,15 @@ def number_from(name: str, advice: str, text: str | None = None) -> int:
 def place_from(
     number_name: str, count_name: str, engine: str, advice: str, *, coordinator: str, run_name: str, name: str = ""
 ) -> HostPlace | None:
-    """Derive the place among the hosts from two variables; None with one host.
+    """Derive the place among the hosts from two environment variables; None with one host.
 
     Args:
-        coordinator: `ADDRESS` or `ADDRESS:PORT`; PACELINE_COORDINATOR has precedence if set.
+        coordinator: `ADDRESS` or `ADDRESS:PORT` of host 0; PACELINE_COORDINATOR has precedence if it is set.
         run_name: name of the run, from which a default port is derived.
 
     Raises:
-        LaunchError: a variable is not set or not a number, the number is not below the count, or no address is known.
+        LaunchError: a variable is not set or is not a number, the host number is not less than the number of hosts, or
+            the address of host 0 is unknown.
     """
     number, (least, count) = number_from(number_name, advice), _least_and_count(count_name, advice)
     if number >= count:
@@ -141,7 +150,10 @@ def place_from(
 
 
 def _least_and_count(name: str, advice: str) -> tuple[int, int]:
-    """Minimum and maximum number of hosts; the minimum is 0 if all are needed."""
+    """Return the minimum and maximum number of hosts.
+
+    The minimum is 0 if all hosts are needed.
+    """
     text = os.environ.get(name, "")
     first, dots, last = text.partition("..")
     if not dots:
@@ -159,14 +171,15 @@ def _least_and_count(name: str, advice: str) -> tuple[int, int]:
 
 
 def address_from(coordinator: str, port: int) -> tuple[str, int]:
-    """Address and port of host 0, from PACELINE_COORDINATOR or else from the engine.
+    """Return address and port of host 0, from PACELINE_COORDINATOR or from the engine.
 
     Raises:
-        LaunchError: neither gives an address, or the port is invalid.
+        LaunchError: neither PACELINE_COORDINATOR nor the engine gives an address, or the port is invalid.
     """
     text = os.environ.get(COORDINATOR) or coordinator
     address, colon, after = text.rpartition(":")
-    if not colon or text.endswith("]") or (":" in address and not address.startswith("[")):  # no port, perhaps IPv6
+    # an address without a port, which may be an IPv6 address
+    if not colon or text.endswith("]") or (":" in address and not address.startswith("[")):
         address, after = text, str(port)
     address = address.removeprefix("[").removesuffix("]")
     if not address:
@@ -187,7 +200,10 @@ def address_from(coordinator: str, port: int) -> tuple[str, int]:
 
 
 def default_port(engine: str, run_name: str) -> int:
-    """Port of host 0 for engines without a port; two runs rarely share a port."""
+    """Return a port of host 0 for engines that choose no port.
+
+    The port depends on the name of the run, so two runs rarely have the same port.
+    """
     return _FIRST_PORT + zlib.crc32(f"{engine} {run_name}".encode()) % _PORTS
 
 
@@ -198,21 +214,21 @@ _HOSTS_ADVICE = (
 
 
 class ByHand(LaunchEngine):
-    """PACELINE_ variables, set by hand, by `--hosts` (ssh) or by Ray's actors."""
+    """A start with PACELINE_ variables, which the user, `--hosts` (ssh) or Ray sets."""
 
     def detect(self) -> bool:
-        # In an indexed Job of Kubernetes, the pod's index completes the variables of its manifest.
+        # in an indexed Job of Kubernetes, the manifest sets PACELINE_HOSTS, and the index of the pod is the host number
         return HOST_NUMBER in os.environ or (HOSTS in os.environ and "JOB_COMPLETION_INDEX" not in os.environ)
 
     def hosts(self) -> HostPlace | None:
-        # One default port for all runs: a manual start has no id of the run.
+        # one default port for all runs, because a manual start gives the run no id
         return place_from(
             HOST_NUMBER, HOSTS, os.environ.get(ENGINE) or "hosts", _HOSTS_ADVICE, coordinator="", run_name=""
         )
 
 
 class Torchrun(LaunchEngine):
-    """torchrun, or another launcher that sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT."""
+    """torchrun, or another launcher that sets RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT."""
 
     def detect(self) -> bool:
         return RANK in os.environ and not is_our_rank()
@@ -228,7 +244,7 @@ class Torchrun(LaunchEngine):
 
 _COMMAND = "srun --ntasks-per-node=1 paceline …"
 _SLURM_ADVICE = f"Start one process on every node: {_COMMAND}"
-_ENTRY = re.compile(r"((?:[^\[\],\s]|\[[0-9,-]+\])+)(?:,|$)")  # commas in brackets do not separate
+_ENTRY = re.compile(r"((?:[^\[\],\s]|\[[0-9,-]+\])+)(?:,|$)")  # commas in brackets do not separate entries
 _PART = re.compile(r"\[([0-9,-]+)\]|([^\[\]]+)")
 _RANGE = re.compile(r"(\d{1,9})(?:-(\d{1,9}))?")
 
@@ -236,7 +252,8 @@ _RANGE = re.compile(r"(\d{1,9})(?:-(\d{1,9}))?")
 class Slurm(LaunchEngine):
     """A job step of Slurm with one task per node.
 
-    A batch script also has the variables of a task, so only the variables of a step count.
+    A batch script also has the variables of a task, so only the variables of a step show that Slurm started the
+    process.
     """
 
     def detect(self) -> bool:
@@ -253,7 +270,7 @@ class Slurm(LaunchEngine):
             raise LaunchError(
                 "launcher.slurm_tasks",
                 "Slurm started {tasks} tasks on {nodes} nodes (SLURM_STEP_NUM_TASKS, SLURM_STEP_NUM_NODES). Start "
-                "paceline once per node; it starts the ranks itself. {advice}",
+                "paceline once per node, because paceline starts the ranks itself. {advice}",
                 tasks=tasks,
                 nodes=nodes,
                 advice=_SLURM_ADVICE,
@@ -284,18 +301,18 @@ class Slurm(LaunchEngine):
 
 
 def _nodes() -> int:
-    """Number of nodes of the allocation; 1 if unknown."""
+    """Return the number of nodes of the allocation; 1 if unknown."""
     text = os.environ.get("SLURM_JOB_NUM_NODES", "")
     return int(text) if text.isascii() and text.isdecimal() else 1
 
 
 def expand(text: str) -> list[str]:
-    """Expand a list of nodes to their names, in order.
+    """Expand a list of nodes to the names of the nodes, in order.
 
-    `n[01-03,7],m1` is n01, n02, n03, n7, m1.
+    For example, `n[01-03,7],m1` becomes n01, n02, n03, n7, m1.
 
     Raises:
-        LaunchError: the text is not such a list, or names more than `MOST_HOSTS` nodes.
+        LaunchError: the text is not a list of nodes, or it names more than `MOST_HOSTS` nodes.
     """
     names: list[str] = []
     position = 0
@@ -319,7 +336,7 @@ def expand(text: str) -> list[str]:
 
 
 def _part(match: re.Match[str], text: str) -> Iterator[str]:
-    """Expand one part of a name: a text, or the numbers in brackets."""
+    """Expand one part of a name: a text, or a list of numbers in brackets."""
     if match[2] is not None:
         yield match[2]
         return
@@ -336,7 +353,7 @@ def _part(match: re.Match[str], text: str) -> Iterator[str]:
 def _not_a_list(text: str) -> LaunchError:
     return LaunchError(
         "launcher.node_list_invalid",
-        '"{text}" is not a list of nodes such as n[01-03,7],m1, or is too long.',
+        '"{text}" is not a list of nodes such as n[01-03,7],m1, or the text is too long.',
         text=text[:80],
     )
 
@@ -350,7 +367,10 @@ _MPI_ADVICE = (
 
 
 class Mpi(LaunchEngine):
-    """mpirun or mpiexec with one process per host; MPI itself is not used."""
+    """mpirun or mpiexec with one process per host.
+
+    MPI itself is not used.
+    """
 
     def detect(self) -> bool:
         return _OPEN_MPI[1] in os.environ or (_MPICH[1] in os.environ and not _set_by_srun())
@@ -360,8 +380,8 @@ class Mpi(LaunchEngine):
         if here in os.environ and number_from(here, _MPI_ADVICE) > 1:
             raise LaunchError(
                 "launcher.mpi_processes",
-                "mpirun started {processes} processes on this host ({variable}). Start paceline once per host; it "
-                "starts the ranks itself. {advice}",
+                "mpirun started {processes} processes on this host ({variable}). Start paceline once per host, "
+                "because paceline starts the ranks itself. {advice}",
                 processes=os.environ[here],
                 variable=here,
                 advice=_MPI_ADVICE,
@@ -382,11 +402,11 @@ def _set_by_srun() -> bool:
 
 
 def _address_of_mpirun() -> str:
-    """Address of the host that mpirun runs on; empty if unknown or not host 0."""
+    """Return the address of mpirun's host; "" if unknown or not host 0."""
     uri = os.environ.get(_URI_OF_MPIRUN, "")  # "jobid.0;tcp://10.0.0.1,10.1.0.1:40123"
     is_first = os.environ.get("OMPI_COMM_WORLD_RANK") == "0"
     if is_first and os.environ.get(_URI_HERE, uri) != uri:
-        return ""  # mpirun starts no process on its own host
+        return ""  # mpirun runs on a host without a process of this run
     found = re.search(r"tcp://([0-9.]+)[,:]", uri)
     return found[1] if found else ""
 
@@ -398,11 +418,11 @@ _ADVICE_JOB = f"In the manifest, completionMode is Indexed, and {HOSTS} is the n
 
 
 class Kubernetes(LaunchEngine):
-    """Pod of a job whose pods find one another by name.
+    """A pod of a job whose pods can find each other by name.
 
-    An indexed Job does not expose its number of pods: without PACELINE_HOSTS, each pod is a separate run, as in a
-        sweep. With PACELINE_HOST_NUMBER the manifest sets the pod's number, which is required if the hosts are several
-        jobs of a JobSet.
+    An indexed Job does not expose its number of pods. Without PACELINE_HOSTS, each pod is therefore a separate run, as
+    in a sweep. With PACELINE_HOST_NUMBER, the manifest sets the number of the pod, which is required if the hosts
+    belong to several jobs of a JobSet.
     """
 
     def detect(self) -> bool:
@@ -421,10 +441,10 @@ class Kubernetes(LaunchEngine):
 
 
 def _first_pod() -> str:
-    """Name of the pod with index 0; empty if unknown.
+    """Return the name of the pod with index 0; "" if unknown.
 
     Raises:
-        LaunchError: the pod belongs to a second replica of a JobSet's job, whose indices begin at 0 again.
+        LaunchError: the pod belongs to a further replica of a job in a JobSet, whose indices begin at 0 again.
     """
     job_set, replicated = os.environ.get("JOBSET_NAME"), os.environ.get("REPLICATED_JOB_NAME")
     if job_set and replicated:
@@ -432,11 +452,10 @@ def _first_pod() -> str:
         if of_replica and int(of_replica[1]):
             raise LaunchError(
                 "launcher.job_set_replicas",
-                "this pod belongs to job {of_replica} of {replicated} in the JobSet {job_set}, and each job "
-                "numbers its pods from 0 ({index}), so two pods would be host 0. Set replicas: 1 for {replicated}, "
-                "and use the number of hosts as completions. Or give every job one pod, set {host_number} from the "
-                "annotation jobset.sigs.k8s.io/job-global-index, and set {coordinator} to the name of the first "
-                "pod.",
+                "this pod belongs to job {of_replica} of {replicated} in the JobSet {job_set}. Each job numbers its "
+                "pods from 0 ({index}), so two pods would be host 0. Set replicas: 1 for {replicated}, and use the "
+                "number of hosts as completions. Or give every job one pod, set {host_number} from the annotation "
+                "jobset.sigs.k8s.io/job-global-index, and set {coordinator} to the name of the first pod.",
                 of_replica=of_replica[1],
                 replicated=replicated,
                 job_set=job_set,
@@ -448,12 +467,12 @@ def _first_pod() -> str:
     host, index = socket.gethostname(), os.environ.get(_INDEX, "")
     if not host.endswith(f"-{index}"):
         return ""
-    domain = socket.getfqdn().partition(".")[2]  # of the headless service
+    domain = socket.getfqdn().partition(".")[2]  # the domain of the headless service
     return f"{host.removesuffix(index)}0{'.' if domain else ''}{domain}"
 
 
 def _job_name() -> str:
-    """Name of the job, from the name of the pod; equal in all its pods."""
+    """Return the name of the job, which is a prefix of its pods' names."""
     return os.environ.get("JOBSET_NAME") or socket.gethostname().rpartition("-")[0]
 
 
@@ -462,7 +481,7 @@ _SKY_ADVICE = "They are set by SkyPilot in the task's `run` section; start pacel
 
 
 class Sky(LaunchEngine):
-    """Node of a SkyPilot task."""
+    """A node of a SkyPilot task."""
 
     def detect(self) -> bool:
         return _RANK in os.environ
@@ -492,7 +511,7 @@ class Local(LaunchEngine):
         return True
 
 
-# The first detected engine counts: a start by hand or by MPI may happen inside a scheduler's job.
+# The first engine that is detected is used, because a start by hand or with MPI may happen inside a scheduler's job.
 _BUILT_IN: dict[str, LaunchEngine] = {
     "torchrun": Torchrun(),
     "hosts": ByHand(),
@@ -506,11 +525,13 @@ ENGINES = ExtensionPoint("launch engine", "paceline.engines", LaunchEngine, _BUI
 
 
 def own_engine() -> LaunchEngine:
-    """Return the engine that started this process. If it is a rank, its place is put into the environment.
+    """Return the engine that started this process.
+
+    If this process is a rank, its rank and rendezvous are written to the environment.
 
     Raises:
-        LaunchError: an engine of a package cannot be loaded, its environment is incomplete, or two engines contradict
-            each other.
+        LaunchError: an engine of a package cannot be loaded, the environment of an engine is incomplete, or two engines
+            contradict each other.
     """
     return ENGINES["local"] if is_our_rank() else _own_engine()
 
@@ -524,14 +545,14 @@ def _own_engine() -> LaunchEngine:
 
 
 def is_rank() -> bool:
-    """True in a rank process, of paceline's launcher or another engine such as torchrun."""
+    """Return True if this process is a rank, whatever engine started it."""
     if RANK not in os.environ:
         own_engine()
     return RANK in os.environ
 
 
 def detected() -> LaunchEngine:
-    """Detect the engine from the environment, without a cache. Raise like `own_engine`."""
+    """Detect the engine from the environment without a cache; raise like `own_engine`."""
     if RANK in os.environ:
         return ENGINES["torchrun"]
     for name in ENGINES.installed:
@@ -543,23 +564,23 @@ def detected() -> LaunchEngine:
 
 
 def _refuse_contradiction(found: list[str]) -> None:
-    """Raise LaunchError if two engines give different places for this host.
+    """Raise a LaunchError if two engines give this host different numbers.
 
-    Engines that are known to run inside one another are exempt.
+    Engines that are known to run inside each other are exempt.
     """
     first = found[0]
     if ENGINE in os.environ:  # set by paceline itself
         return
-    inside = {("mpi", "slurm")}  # mpirun in an allocation
+    inside = {("mpi", "slurm")}  # mpirun inside the allocation of a scheduler
     places = {name: _place(name) for name in found if (first, name) not in inside}
     for name, other in places.items():
         own = places[first]
         if own and other and (own.number, own.count) != (other.number, other.count):
             raise LaunchError(
                 "launcher.ambiguous",
-                "The environment of {first} says that this process is host {number} of {count}, but that of {name} "
-                "says host {other_number} of {other_count}. Unset the variables of the launcher that did not start "
-                "it ({variables}; {variables_2}).",
+                "The environment of {first} says that this process is host {number} of {count}, but the environment "
+                "of {name} says that it is host {other_number} of {other_count}. Unset the variables of the launcher "
+                "that did not start it ({variables}; {variables_2}).",
                 number=own.number,
                 count=own.count,
                 first=first,
@@ -574,7 +595,7 @@ def _refuse_contradiction(found: list[str]) -> None:
 def _place(name: str) -> HostPlace | None:
     try:
         return ENGINES[name].hosts()
-    except LaunchError:  # the selected engine reports it when queried
+    except LaunchError:  # if this engine is selected, it reports the error itself
         return None
 
 

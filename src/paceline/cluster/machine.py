@@ -28,18 +28,18 @@ from paceline.rank_environment import MASTER_ADDR, MASTER_PORT, HostEntry, named
 
 
 def this_host() -> Host:
-    """Describe the part of this machine that this process may use.
+    """Return the part of this machine that this process may use.
 
     Raises:
-        ClusterError: the GPU driver does not work, or the devices of PACELINE_HOST_DEVICES do not exist.
+        ClusterError: the GPU driver does not work, or devices that PACELINE_HOST_DEVICES requires do not exist.
     """
     return _with_devices(host_with(find_gpus()), os.environ.get(HOST_DEVICES))
 
 
 def cores_by_physical(cores: Iterable[int], root: Path = Path("/")) -> tuple[tuple[int, ...], ...]:
-    """Logical cores grouped by physical core, socket by socket.
+    """Return the logical cores, grouped by physical core, socket by socket.
 
-    If the kernel gives no topology, each core forms its own group.
+    If the kernel exposes no topology, each core is a group of its own.
     """
     usable = set(cores)
     groups = []
@@ -62,7 +62,7 @@ def host_with(gpus: Gpus) -> Host:
     name, flags = _cpu()
     return Host(
         name=socket.gethostname(),
-        # more threads would be throttled together
+        # the kernel would pause all threads if more of them were busy
         cores=max(1, min(len(affinity), math.floor(quota) if quota is not None else len(affinity))),
         memory_bytes=min(memory_bytes, memory_limit_bytes() or memory_bytes),
         cpu=name,
@@ -75,13 +75,14 @@ def host_with(gpus: Gpus) -> Host:
 
 
 def _with_devices(host: Host, number: str | None) -> Host:
-    """Limit a host to its first `number` devices, as in `--hosts b:2`; None keeps all."""
+    """Limit a host to its first `number` devices, like `--hosts b:2`; None keeps all."""
     if number is None:
         return host
     if not (number.isascii() and number.isdecimal() and 0 < int(number) <= len(host.devices)):
         raise ClusterError(
             "cluster.too_few_devices",
-            "{wanted} devices of host {host} are requested (the 2 of --hosts b:2, or {variable}), but it has {devices}",
+            "{wanted} devices of host {host} are requested (by --hosts, as in b:2, or by {variable}), but the host "
+            "has {devices}",
             wanted=number,
             host=host.name,
             variable=HOST_DEVICES,
@@ -92,7 +93,7 @@ def _with_devices(host: Host, number: str | None) -> Host:
 
 
 def _cpu() -> tuple[str, set[str]]:
-    """The processor's name and features, from the first core's paragraph of /proc/cpuinfo."""
+    """Return the name and features of the processor, from /proc/cpuinfo."""
     facts = {}
     for line in kernel_text(Path("/proc/cpuinfo")).partition("\n\n")[0].splitlines():
         key, _, value = line.partition(":")
@@ -103,7 +104,10 @@ def _cpu() -> tuple[str, set[str]]:
 
 
 def _interfaces() -> list[Link]:
-    """Network interfaces that are up and have an address. An unknown speed (0) is None."""
+    """Return the network interfaces that are up and have an address.
+
+    An unknown speed, which psutil reports as 0, becomes None.
+    """
     import psutil
 
     addresses = psutil.net_if_addrs()
@@ -118,7 +122,7 @@ def _interfaces() -> list[Link]:
 
 
 def _core_list(text: str) -> set[int]:
-    """Format a set of cores like the kernel: `0-2,64`."""
+    """Parse a list of cores in the kernel's format, such as `0-2,64`."""
     cores: set[int] = set()
     for part in filter(None, text.split(",")):
         first, _, last = part.partition("-")
@@ -127,12 +131,13 @@ def _core_list(text: str) -> set[int]:
 
 
 def emulated_hosts(emulate: Emulate) -> tuple[Host, ...]:
-    """Make emulated hosts `host-0` and so on, without GPUs.
+    """Create emulated hosts without GPUs, named `host-0` and so on.
 
-    Each host has the cores of its quota, or else its share of the machine's cores, and its share of the memory.
+    The number of cores of a host is its quota, or an equal share of the machine's cores without a quota. Each host has
+    an equal share of the memory.
 
     Raises:
-        ClusterError: a host would have more cores than this machine.
+        ClusterError: the quota of a host is larger than the number of cores of this machine.
     """
     machine = this_host()
     hosts = []
@@ -157,15 +162,17 @@ def emulated_hosts(emulate: Emulate) -> tuple[Host, ...]:
     return tuple(hosts)
 
 
-_DRIVER_SIGNS = ("/dev/nvidiactl", "/proc/driver/nvidia/version", "/dev/dxg")  # the last one: Windows' Linux subsystem
-_PCIE_GBPS_PER_LANE = {1: 2.0, 2: 4.0, 3: 7.877, 4: 15.754, 5: 31.508, 6: 60.5}  # by generation, without line code
-# per link, by nvmlNvlinkVersion_t (7: NVLink 5)
+# the last path is used in the Linux subsystem of Windows
+_DRIVER_SIGNS = ("/dev/nvidiactl", "/proc/driver/nvidia/version", "/dev/dxg")
+# by generation, without the overhead of the line code
+_PCIE_GBPS_PER_LANE = {1: 2.0, 2: 4.0, 3: 7.877, 4: 15.754, 5: 31.508, 6: 60.5}
+# per link, by nvmlNvlinkVersion_t (7 is NVLink 5)
 _NVLINK_GBPS = {1: 160.0, 2: 200.0, 3: 200.0, 4: 200.0, 5: 200.0, 6: 200.0, 7: 400.0}
 _BF16_SINCE = (8, 0)  # compute capability
 
 
 class Gpus(NamedTuple):
-    """GPUs found by `find_gpus`; `driver` is None if there is no driver."""
+    """The GPUs that `find_gpus` found; `driver` is None if there is no driver."""
 
     devices: tuple[Device, ...] = ()
     links: tuple[Link, ...] = ()
@@ -173,13 +180,14 @@ class Gpus(NamedTuple):
 
 
 def find_gpus() -> Gpus:
-    """Find NVIDIA GPUs of `CUDA_VISIBLE_DEVICES` with their links, or else torch's other accelerators.
+    """Find NVIDIA GPUs and their links, or else other accelerators of torch.
 
-    The result is empty if PACELINE_DEVICE is `cpu`. Devices of a plugin come before NVIDIA's, as in torch.
+    Only the GPUs of `CUDA_VISIBLE_DEVICES` are included. The result is empty if PACELINE_DEVICE is `cpu`. As in torch,
+    devices of a plugin have precedence over NVIDIA GPUs.
 
     Raises:
-        ClusterError: the driver does not work (a run would otherwise silently use the cores), or PACELINE_DEVICE names
-            a missing device.
+        ClusterError: the driver does not work (a run would otherwise use the cores without a warning), or
+            PACELINE_DEVICE names a device that does not exist.
     """
     wanted = os.environ.get(DEVICE_VARIABLE)
     if wanted == CPU:
@@ -191,8 +199,8 @@ def find_gpus() -> Gpus:
         there = f"accelerators of type {found.devices[0].kind}" if found.devices else "no accelerator"
         raise ClusterError(
             "device.not_there",
-            "{variable}={wanted}, but this machine has {there}. Unset it to use the available devices, or set "
-            "{variable}={cpu}.",
+            "{variable}={wanted}, but this machine has {there}. Unset the variable to use the available devices, or "
+            "set {variable}={cpu}.",
             variable=DEVICE_VARIABLE,
             wanted=wanted,
             there=there,
@@ -229,7 +237,7 @@ def _nvidias() -> Gpus:
 def read_gpus(nvml: Any, visible: str | None) -> Gpus:
     """Read the GPUs of an initialized NVML (the module `pynvml`).
 
-    `visible` is the text of `CUDA_VISIBLE_DEVICES`, or None if it is not set.
+    `visible` is the value of `CUDA_VISIBLE_DEVICES`; None if the variable is not set.
     """
     handles = _visible(nvml, visible)
     devices = tuple(_device(nvml, index, handle) for index, handle in enumerate(handles))
@@ -238,11 +246,11 @@ def read_gpus(nvml: Any, visible: str | None) -> Gpus:
 
 
 def _visible(nvml: Any, visible: str | None) -> list[Any]:
-    """GPU handles in the variable's order, parsed as in CUDA.
+    """Return GPU handles in the order of `CUDA_VISIBLE_DEVICES`, parsed as in CUDA.
 
-    It holds numbers or UUIDs (or their prefixes), up to the first that names no GPU.
+    The variable lists numbers, UUIDs or prefixes of UUIDs. The first entry that names no GPU ends the list.
 
-    NVML orders GPUs by bus, and CUDA by speed; the orders are equal if the GPUs of a host are identical.
+    NVML orders GPUs by bus, and CUDA orders them by speed. Both orders are equal if the GPUs of a host are identical.
     """
     handles = [nvml.nvmlDeviceGetHandleByIndex(i) for i in range(nvml.nvmlDeviceGetCount())]
     if visible is None:
@@ -268,16 +276,16 @@ def _device(nvml: Any, index: int, handle: Any) -> Device:
     return Device(
         index=index,
         name=nvml.nvmlDeviceGetName(handle),
-        # a GPU that shares the host's memory reports none
+        # a GPU that shares the memory of the host reports no memory
         memory_bytes=memory.total if memory else _memory_of_the_host(),
         bf16=tuple(capability) >= _BF16_SINCE if capability else None,
     )
 
 
 def _pcie(nvml: Any, handles: list[Any]) -> list[Link]:
-    """PCIe links, one per GPU, with the highest rate of the GPU and its slot.
+    """Return one PCIe link per GPU, with the highest rate of GPU and slot.
 
-    The current speed is lower when the link is idle.
+    The current rate is not used, because it is lower while the link is idle.
     """
     links = []
     for index, handle in enumerate(handles):
@@ -290,7 +298,7 @@ def _pcie(nvml: Any, handles: list[Any]) -> list[Link]:
 
 
 def _nvlinks(nvml: Any, handles: list[Any]) -> list[Link]:
-    """Active links; links between the same two ends are added up."""
+    """Return the active NVLinks; rates of links between the same two ends are added."""
     places = [_ask(nvml, nvml.nvmlDeviceGetPciInfo, handle) for handle in handles]
     index_of = {place.busId.lower(): index for index, place in enumerate(places) if place}
     total_gbps: dict[str, float] = {}
@@ -308,7 +316,8 @@ def _nvlinks(nvml: Any, handles: list[Any]) -> list[Link]:
 def _ends(nvml: Any, index: int, handle: Any, number: int, index_of: dict[str, int]) -> str | None:
     """Return the name of a link, or None if it should not be listed.
 
-    A link is not listed if it was counted from its other end, or leads to a GPU that this process may not use.
+    A link is not listed if it is already listed for its other end, or if it leads to a GPU that this process may not
+    use.
     """
     if _ask(nvml, nvml.nvmlDeviceGetNvLinkRemoteDeviceType, handle, number) == nvml.NVML_NVLINK_DEVICE_TYPE_SWITCH:
         return f"cuda:{index}-switch"
@@ -318,7 +327,7 @@ def _ends(nvml: Any, index: int, handle: Any, number: int, index_of: dict[str, i
 
 
 def _ask(nvml: Any, question: Callable[..., Any], *arguments: Any) -> Any:
-    """Return the driver's answer, or None if this GPU has none (for instance without NVLink)."""
+    """Return the driver's answer; None if the GPU does not support the query."""
     try:
         return question(*arguments)
     except nvml.NVMLError:
@@ -337,10 +346,10 @@ _PLUGINS = "torch.backends"  # the entry points that torch loads on import
 
 
 def torch_devices() -> tuple[Device, ...]:
-    """Find accelerators with torch, if there is a hint of one.
+    """Find accelerators with torch, if there is a hint that one exists.
 
     Raises:
-        ClusterError: there is a hint, but torch cannot be imported, fails, or takes longer than two minutes.
+        ClusterError: a hint exists, but torch cannot be imported, fails, or takes longer than two minutes.
     """
     if not hint():
         return ()
@@ -353,7 +362,10 @@ def torch_devices() -> tuple[Device, ...]:
 
 
 def hint() -> str | None:
-    """Hint that torch knows an accelerator that NVML does not, or None. Torch is not imported."""
+    """Return a hint that torch supports an accelerator that NVML does not list, or None.
+
+    torch is not imported.
+    """
     if plugins := _plugins(tuple(sys.path)):
         return f"the torch plugin {plugins[0]} is installed"
     if sys.platform == "darwin" and platform.machine() == "arm64":
@@ -365,7 +377,7 @@ def hint() -> str | None:
 
 
 def accelerators() -> list[dict[str, Any]]:
-    """Accelerators of this process's torch, each as the values of a `Device`."""
+    """Return the accelerators that torch finds, each as the values of a `Device`."""
     import psutil
     import torch
 
@@ -376,7 +388,7 @@ def accelerators() -> list[dict[str, Any]]:
             "index": place.index,
             "kind": place.type,
             "name": device.name(place),
-            # a device that reports none shares the host's memory
+            # a device that reports no memory shares the memory of the host
             "memory_bytes": device.total_memory(place) or psutil.virtual_memory().total,
             "bf16": device.states_bf16(place),
             "graphs": device.has_graphs(place),
@@ -387,7 +399,7 @@ def accelerators() -> list[dict[str, Any]]:
 
 @lru_cache(maxsize=4)
 def _asked(environment: frozenset[tuple[str, str]]) -> list[dict[str, Any]]:
-    """Accelerators found by a new process with this environment; the result is cached."""
+    """Return the accelerators that a new process with this environment finds."""
     command = [
         sys.executable,
         "-P",
@@ -423,13 +435,13 @@ def _asked(environment: frozenset[tuple[str, str]]) -> list[dict[str, Any]]:
 
 @lru_cache(maxsize=1)
 def _plugins(path: tuple[str, ...]) -> list[str]:
-    """Names of installed plugins on an import path; looking for them takes milliseconds."""
+    """Return the names of installed torch plugins on an import path."""
     return sorted(point.name for point in entry_points(group=_PLUGINS))
 
 
 @lru_cache(maxsize=1)
 def _version_file() -> str:
-    """Text of the installed torch's version.py, which names its build target."""
+    """Return the text of torch's version.py, which names the build target."""
     spec = find_spec("torch")
     try:
         return Path(spec.origin).with_name("version.py").read_text() if spec and spec.origin else ""
@@ -438,18 +450,19 @@ def _version_file() -> str:
 
 
 def host_identity() -> str:
-    """Identity that is equal for processes with the same kernel and network namespace.
+    """Return an identity that is equal for processes with the same kernel and network namespace.
 
-    An emulated host has a namespace of its own.
+    Each emulated host has a network namespace of its own.
     """
     namespace = "/proc/self/ns/net"
     return f"{os.stat(namespace).st_ino if os.path.exists(namespace) else 0}@{boot_id()}@{socket.gethostname()}"
 
 
 def boot_id() -> str:
-    """Boot id of this kernel; the host's name if the kernel has none.
+    """Return the boot id of this kernel, or the host's name if there is none.
 
-    Names are not sufficient: hosts may share a name, and containers of one host have different names.
+    Host names are not sufficient, because several hosts may have the same name, and containers of one host have
+    different names.
     """
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -458,7 +471,7 @@ def boot_id() -> str:
 
 
 def interface_of(address: str) -> str | None:
-    """Network interface of this host that has an address; None if it cannot be determined."""
+    """Return the network interface that has this address; None if it cannot be determined."""
     import psutil
 
     return next(
@@ -472,7 +485,11 @@ def interface_of(address: str) -> str | None:
 
 
 def own_address() -> str:
-    """PACELINE_ADDRESS, else the address that reaches the rendezvous (MASTER_ADDR), else loopback."""
+    """Return the address at which other hosts reach this process.
+
+    The address is PACELINE_ADDRESS if it is set, or else the local address from which the rendezvous (MASTER_ADDR) is
+    reachable, or else the loopback address.
+    """
     if named := named_address():
         return named
     master = os.environ.get(MASTER_ADDR)
@@ -481,17 +498,20 @@ def own_address() -> str:
     where = (master, int(os.environ.get(MASTER_PORT, "1")))
     family = socket.getaddrinfo(*where, type=socket.SOCK_DGRAM)[0][0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect(where)  # sends nothing
+        probe.connect(where)  # connecting a UDP socket sends nothing
         address: str = probe.getsockname()[0]
         return address
 
 
 def own_interface() -> str | None:
-    """The network interface that has the address; None if it cannot be determined."""
+    """Return the network interface of `own_address`; None if it cannot be determined."""
     return interface_of(own_address())
 
 
 def own_host() -> str:
-    """The name of this host in errors and reports; an emulated host has its own."""
+    """Return the name of this host in errors and reports.
+
+    An emulated host has a name of its own.
+    """
     host = HostEntry.from_env()
     return host.name if host else socket.gethostname()

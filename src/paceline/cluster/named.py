@@ -1,11 +1,12 @@
-"""Clusters by name, from the catalogue of hardware: `64x8xH100-SXM, 400gbit, 2.5/h`.
+"""Clusters by name, from the catalogue of hardware, such as `64x8xH100-SXM, 400gbit, 2.5/h`.
 
-Such a cluster can be planned for, but jobs cannot run on it.
+Such a cluster can be used for planning, but jobs cannot run on it.
 
-The form is hosts × devices per host × device; `8xH100-SXM` is one host, `H100-SXM` one device. `400gbit` is the rate of
-each device to other hosts per direction, and `3200gbit/host` the rate of a whole host. `2.5/h` is the price of a device
-for an hour, in any currency. `oversubscribed 3:1` means that the hosts' total rate is three times the capacity of the
-switches above them; `oversubscribed 3:1 beyond 32` means that this applies to more than 32 hosts.
+A name has the form hosts × devices per host × device. `8xH100-SXM` is one host, and `H100-SXM` is one device. `400gbit`
+is the rate from each device to other hosts per direction, and `3200gbit/host` is the rate of a whole host. `2.5/h` is
+the price of a device for an hour, in any currency. `oversubscribed 3:1` means that the total rate of the hosts is three
+times the capacity of the switches above them. `oversubscribed 3:1 beyond 32` means that this ratio applies if there are
+more than 32 hosts.
 """
 
 from __future__ import annotations
@@ -33,10 +34,10 @@ _EXAMPLES = "64x8xH100-SXM, 400gbit · 8xA100-SXM-80 · H100-SXM · 4x16xCPU, 10
 
 
 class NamedCluster(NamedTuple):
-    """Parts of a cluster's name.
+    """The parts of a cluster's name.
 
-    `rate_gbps` is the rate of one host, and is `assumed` if the name gives none. Among more than `beyond` hosts, the
-    rate is divided by `oversubscription`.
+    `rate_gbps` is the rate of one host. `assumed` is True if the name gives no rate. If there are more than `beyond`
+    hosts, the rate between them is divided by `oversubscription`.
     """
 
     hosts: int
@@ -50,7 +51,7 @@ class NamedCluster(NamedTuple):
 
     @property
     def shape(self) -> str:
-        """The canonical form, without rate and price."""
+        """Canonical form of the name, without rate and price."""
         hosts = f"{self.hosts}x" if self.hosts > 1 or self.per_host > _MOST_ON_A_HOST else ""
         per_host = f"{self.per_host}x" if hosts or self.per_host > 1 else ""
         return f"{hosts}{per_host}{self.device.name}"
@@ -59,11 +60,12 @@ class NamedCluster(NamedTuple):
 def cluster_names(text: str) -> list[str]:
     """Split a list such as `512xH100-SXM, 400gbit; 1024xA100` at semicolons or commas.
 
-    After a comma, a rate, a price or an oversubscription belongs to the previous name. `1024xH100-SXM`, with more
-    devices than a host has, stands for the required number of usual hosts.
+    A rate, a price or an oversubscription after a comma belongs to the previous name. `1024xH100-SXM` has more devices
+    than one host, so it means the number of usual hosts that have 1024 devices together.
 
     Raises:
-        ClusterError: the list is empty, or the devices do not fill usual hosts. `cluster_from` reports other mistakes.
+        ClusterError: the list is empty, or the devices cannot be divided into usual hosts. `cluster_from` reports other
+            mistakes.
     """
     names: list[str] = []
     for part in text.split(";"):
@@ -84,7 +86,7 @@ def cluster_names(text: str) -> list[str]:
 
 
 def _in_usual_hosts(name: str) -> str:
-    """Add hosts to a name with more devices than one host holds."""
+    """Add the number of hosts to a name with more devices than one host has."""
     shape, comma, rest = name.partition(",")
     match = _SHAPE.fullmatch(shape.strip())
     if match is None or match[2] or not match[1]:
@@ -107,7 +109,7 @@ def _in_usual_hosts(name: str) -> str:
 
 
 def read_name(text: str) -> NamedCluster:
-    """Parse a name into its parts. Raise like `cluster_from`."""
+    """Parse a name into its parts, and raise the same errors as `cluster_from`."""
     shape, *words = [word.strip() for word in text.split(",")]
     hosts, per_host, device = _shape(shape, text)
     found: dict[str, re.Match[str]] = {}
@@ -141,7 +143,7 @@ def read_name(text: str) -> NamedCluster:
     if rate_gbps == 0:
         raise ClusterError(
             "cluster.link_rate_zero",
-            'cluster "{text}": a link needs a rate above 0 bit/s. Leave the rate out to use the usual rate.',
+            'cluster "{text}": the rate of a link must be above 0 bit/s. Leave the rate out to use the usual rate.',
             text=text,
         )
     usual = device.network.bandwidth * 8 / 1e9 * per_host
@@ -197,7 +199,8 @@ def _shape(shape: str, text: str) -> tuple[int, int, Accelerator]:
         fitting = f"{each + (rest > 0)}x{device.per_host}x{device.name}"
         raise ClusterError(
             "cluster.host_too_large",
-            'cluster "{text}" is one host with {per_host} devices, but such hosts usually have {usual}: {fitting}',
+            'cluster "{text}" is one host with {per_host} devices, but hosts with such devices usually have {usual}: '
+            "{fitting}",
             text=text,
             per_host=per_host,
             usual=device.per_host,
@@ -207,7 +210,7 @@ def _shape(shape: str, text: str) -> tuple[int, int, Accelerator]:
 
 
 def hosts_of(named: NamedCluster) -> tuple[Host, ...]:
-    """Make identical hosts; values that the catalogue lacks (cores) are set generously."""
+    """Create identical hosts; values that the catalogue lacks (cores) are set to large numbers."""
     device = named.device
     link = Link(
         name="network",
@@ -243,8 +246,7 @@ def hosts_of(named: NamedCluster) -> tuple[Host, ...]:
 def described(named: NamedCluster) -> str:
     """Describe the cluster in words.
 
-    For example `64 hosts of 8 × H100-SXM (80 GiB), 400 Gbit/s from each device to other hosts, 2.5 an hour
-    for each`.
+    An example is `64 hosts of 8 × H100-SXM (80 GiB), 400 Gbit/s from each device to other hosts, 2.5 an hour for each`.
     """
     memory = size(named.device.memory_bytes)
     cores = "cores of " if named.device.is_core else ""
@@ -265,10 +267,11 @@ def described(named: NamedCluster) -> str:
     return ", ".join(parts)
 
 
-# Includes the devices of installed packages, which need exact names.
+# Also has the devices of installed packages, whose names must be exact.
 HARDWARE = ExtensionPoint("device", "paceline.hardware", Accelerator, CATALOGUE, ClusterError)
 
-# Families by spelling, in matching order. The text after a number must not begin with a digit.
+# Families of devices by spelling, in the order in which they are tried. The text after a number must not begin with a
+# digit.
 _SPELLED_AS_NAMED = (
     "B300 B200 H200 H100 H800 H20 A100 A800 V100 P100 A10G A10 A40 L40S L40 L20 L4 A6000 T4 MI355X "
     "MI350X MI325X MI300X MI250X MI250 MI210 CPU"
@@ -301,27 +304,27 @@ _MEMORY = re.compile(r"\b(\d{2,3}(?:\.\d+)?) ?gi?b?\b(?! ?s\b)")
 _BANDWIDTH = re.compile(r"\b(\d+(?:\.\d+)?) ?([gt])b ?(?:s|ps|p s)\b")
 _POWER = re.compile(r"\b(\d{2,4}) ?w(?:atts?)?\b")
 _MAKERS = re.compile(r"\b(nvidia|amd|instinct|geforce|tesla|quadro|google|cloud|intel|habana|aws|generation)\b ?")
-# devices with another size or speed than the device that they are named after
+# devices whose size or speed differs from the device with a similar name
 _OTHERS = re.compile(r"\bmig\b|\blaptop\b|\bmax ?q\b|\b(?:[345]090|2080) ?d\b|\b[345]090 ?(?:ti|super)\b")
-# a part of a card or chip, while names state the memory of the whole
+# parts of a card or chip, although names state the memory of the whole card or chip
 _PARTS = ("MI250X", "MI250", "TPU-v3", "Trainium-1", "Trainium-2")
-# differences from ECC and from 1000 or 1024 do not mean another memory
+# smaller differences come from ECC or from units of 1000 or 1024, and do not mean another memory
 _ALIKE = 0.1
 
 
 def accelerator(name: str) -> Accelerator:
-    """Return the catalogue's entry for a device, by its name or another spelling.
+    """Return the catalogue's entry for a device, by name or another spelling.
 
-    If a device has several sizes and the name gives none, the largest is used.
+    If there are several sizes of a device and the name gives none, the largest size is used.
 
     Raises:
-        ClusterError: there is no such device; the text shows the nearest names.
+        ClusterError: there is no such device; the message shows the nearest names.
     """
     if (found := known(name)) is None:
         raise ClusterError(
             "cluster.device_unknown",
-            '"{name}" is not in the catalogue of hardware. {hint} For a measured machine, run the command there '
-            "without --cluster.",
+            '"{name}" is not in the catalogue of hardware. {hint} To measure a machine instead, run the command on '
+            "it without --cluster.",
             name=name,
             hint=nearest_to(name),
         )
@@ -329,11 +332,11 @@ def accelerator(name: str) -> Accelerator:
 
 
 def known(name: str) -> Accelerator | None:
-    """Return the entry for a device, or None; see `accelerator`.
+    """Return the catalogue's entry for a device; None if there is none.
 
-    A memory size, memory bandwidth or power in the name replaces the entry's value: `H100 500W`, `A100-SXM-64GB`. The
-    network of a cloud's machine type does so as well: `p4d.24xlarge`. The device's name then consists of the entry's
-    name and the differences.
+    A memory size, memory bandwidth or power in the name replaces the value of the entry, as in `H100 500W` or
+    `A100-SXM-64GB`. A machine type of a cloud, such as `p4d.24xlarge`, replaces the network of the entry. The name of
+    the returned device then consists of the entry's name and the differences.
     """
     if name in CATALOGUE or name in HARDWARE.installed:
         return HARDWARE[name]
@@ -360,7 +363,7 @@ def known(name: str) -> Accelerator | None:
 
 
 def _as_stated(device: Accelerator, text: str) -> Accelerator:
-    """Return the device with the memory, memory bandwidth and power of a name."""
+    """Return the device with the memory, memory bandwidth and power that a name states."""
     different = []
     gib = max((float(size) for size in _MEMORY.findall(text)), default=0.0)
     own = device.memory_bytes / 2**30
@@ -383,7 +386,7 @@ def _by_key(text: str) -> Accelerator | None:
 
 
 def nearest_to(name: str) -> str:
-    """Hint with the nearest names of the catalogue, and the command that lists all."""
+    """Return a hint with the nearest names, and the command that lists all names."""
     by_plain = {_plain(key): key for key in HARDWARE.names}
     text = _MAKERS.sub("", _words(name)).replace(" ", "")
     names = [by_plain[plain] for plain in get_close_matches(text, by_plain, n=3, cutoff=0.5)]
@@ -393,7 +396,7 @@ def nearest_to(name: str) -> str:
 
 def _words(name: str) -> str:
     words = re.sub(r"[\s_\-/,()]+", " ", name.lower()).strip()
-    return re.sub(r"(\d)(?=sxm|pcie|nvl|hbm)", r"\1 ", words)  # H100PCIe
+    return re.sub(r"(\d)(?=sxm|pcie|nvl|hbm)", r"\1 ", words)  # for example in H100PCIe
 
 
 def _plain(key: str) -> str:
@@ -401,13 +404,13 @@ def _plain(key: str) -> str:
 
 
 class Instance(NamedTuple):
-    """Machine type.
+    """A machine type of a cloud.
 
     Attributes:
-        device: its device in the catalogue.
-        network_gbps: rate of one device to other hosts, in Gbit/s.
-        source: source of the figure, and the size that it refers to.
-        spelling: pattern of its names.
+        device: name of the machine's device in the catalogue.
+        network_gbps: rate from one device to other hosts, in Gbit/s.
+        source: source of the rate, and the machine size to which the rate refers.
+        spelling: regular expression for names of the machine type.
     """
 
     device: str
@@ -446,9 +449,10 @@ INSTANCES = {
 
 
 def of_an_instance(text: str) -> Accelerator | None:
-    """Return the device of a machine type, with its network.
+    """Return the device of a machine type, with the network of the machine.
 
-    None if the text names no machine type. The text is in lower case, with words separated by blanks.
+    The result is None if the text names no machine type. The text must be in lower case, with words separated by
+    blanks.
     """
     for name, instance in INSTANCES.items():
         if re.search(instance.spelling, text):
@@ -462,9 +466,10 @@ def of_an_instance(text: str) -> Accelerator | None:
 
 
 def domains(device: Accelerator, hosts: int, each: int) -> tuple[int, int]:
-    """Number of domains of `hosts` hosts of `each` devices, and devices of each domain.
+    """Return the number of domains, and the number of devices in each domain.
 
-    There are as few domains as the device allows, and they are equal. If hosts are not joined, each host is a domain.
+    The cluster has `hosts` hosts with `each` devices. The number of equal domains is the smallest that the device
+    allows. If hosts are not joined, each host is a domain.
     """
     if not device.machine or hosts == 1 or each >= device.per_host:
         return hosts, each

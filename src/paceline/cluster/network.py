@@ -1,7 +1,7 @@
-"""Network of emulated hosts, made with iproute2: namespaces and a bridge.
+"""Network of emulated hosts, which iproute2 sets up: namespaces and a bridge.
 
-There is one namespace per host, and another for the bridge. The machine's own namespace is not changed. Neighbours and
-ports are configured statically and IPv6 is off, so that a link carries only the traffic of the ranks.
+There is one namespace for each host, and another for the bridge. The machine's own namespace is not changed. Neighbours
+and ports are configured statically, and IPv6 is off, so that a link carries only the traffic of the ranks.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ from typing import NamedTuple, TypeVar
 
 from paceline.errors import ClusterError
 
-INTERFACE = "eth0"  # of every host
+INTERFACE = "eth0"  # name of the interface of every host
 OTHER_SIDE = "apart"  # bridge of the hosts on one side of a network partition
 _MTU = 1500
-_FRAME = 14  # bytes of the Ethernet header
+_FRAME = 14  # size of the Ethernet header in bytes
 _BURST_S = 0.002
 _QUEUE_S = 0.05
 
 
 @dataclass(frozen=True)
 class Wire:
-    """Link of one host, from `INTERFACE` in its namespace to a port of the bridge.
+    """The link of one host, from its interface to a port of the bridge.
 
     Attributes:
-        namespace: path of the host's namespace.
-        host: name of the host, and of its port of the bridge.
-        rate_bps: rate in bits/s per direction, including headers; None is unlimited.
+        namespace: path of the host's network namespace, in which the interface is `INTERFACE`.
+        host: name of the host and of its port on the bridge.
+        rate_bps: rate in bits/s per direction, including headers; None if unlimited.
     """
 
     namespace: str
@@ -52,7 +52,7 @@ class Wire:
 
 
 def wires(namespaces: Sequence[str], rates_bps: Sequence[int | None]) -> list[Wire]:
-    """Make a link for every host, with addresses in 10.77.0.0/24."""
+    """Describe a link for every host, with addresses in 10.77.0.0/24."""
     return [
         Wire(path, f"host-{i}", f"10.77.0.{i + 1}", f"02:00:00:00:00:{i + 1:02x}", rate)
         for i, (path, rate) in enumerate(zip(namespaces, rates_bps, strict=True))
@@ -60,12 +60,12 @@ def wires(namespaces: Sequence[str], rates_bps: Sequence[int | None]) -> list[Wi
 
 
 def build(bridge: str, links: Sequence[Wire], *, relayed: bool = False) -> None:
-    """Make the links and bridge of an emulated network, in namespaces that are still empty.
+    """Create the links and the bridge of an emulated network, in empty namespaces.
 
-    With `relayed`, a relay joins the links.
+    With `relayed`, a relay connects the links instead of the bridge.
 
     Raises:
-        ClusterError: the kernel refused; the text contains its message.
+        ClusterError: the kernel refuses; the error contains the message of the kernel.
     """
     for namespace in (bridge, *(link.namespace for link in links)):
         inside(namespace, _without_ipv6)
@@ -95,11 +95,11 @@ def build(bridge: str, links: Sequence[Wire], *, relayed: bool = False) -> None:
 def shape(rate_bps: int | None) -> str:
     """Return the arguments of `tc` for a queue with rate `rate_bps`.
 
-    All kinds of queue used here count bytes on the wire.
+    All kinds of queues in this module count bytes on the wire.
 
-    The bucket holds 2 ms of traffic, so that late timers on a busy machine do not reduce the rate. The queue holds 50
-    ms of traffic, but at least a few of the 64 KiB segments that TCP passes to the network at once, and that the kernel
-    drops as a whole.
+    The token bucket holds 2 ms of traffic, so that late timers on a busy machine do not reduce the rate. The queue
+    holds 50 ms of traffic, but at least a few segments of 64 KiB. TCP passes such segments to the network at once, and
+    the kernel drops a segment as a whole.
     """
     if rate_bps is None:
         return "pfifo limit 1000"
@@ -115,9 +115,9 @@ def carried(bridge: str, links: Sequence[Wire]) -> list[tuple[int, int]]:
 
 
 def plug(bridge: str, link: Wire) -> None:
-    """Make the bridge forward a link's packets, each to the link with its address.
+    """Make the bridge forward the packets of a link according to their destination address.
 
-    An address that the bridge learned just before learning was turned off is replaced.
+    The bridge may have learned an address before learning was turned off; this address is replaced.
     """
     _run(bridge, ["ip", "link", "set", link.host, "master", "bridge"])
     to_no_other = "learning off flood off mcast_flood off bcast_flood off"
@@ -126,7 +126,10 @@ def plug(bridge: str, link: Wire) -> None:
 
 
 def unplug(bridge: str, link: Wire) -> None:
-    """Silently drop a link's packets in both directions: TCP connections stay open, and wait."""
+    """Silently drop the packets of a link in both directions.
+
+    TCP connections stay open and wait.
+    """
     _run(bridge, ["ip", "link", "set", link.host, "nomaster"])
 
 
@@ -147,7 +150,7 @@ def _without_ipv6() -> None:
 
 
 def _counted(namespace: str) -> dict[str, int]:
-    """Bytes that left through the root queue of each interface."""
+    """Return the bytes that left through the root queue of each interface."""
     queues = json.loads(_run(namespace, ["tc", "-s", "-j", "qdisc", "show"]))
     return {queue["dev"]: queue["bytes"] for queue in queues if queue.get("root")}
 
@@ -156,7 +159,7 @@ def _run(namespace: str, command: list[str], lines: Sequence[str] = ()) -> str:
     text = "".join(f"{line}\n" for line in lines)
     done = inside(namespace, lambda: subprocess.run(command, input=text, capture_output=True, text=True, check=False))
     if done.returncode:
-        number = re.search(r"Command failed -:(\d+)", done.stderr)  # label of the line in iproute2's output
+        number = re.search(r"Command failed -:(\d+)", done.stderr)  # label of the line in the output of iproute2
         at = f", at `{lines[int(number[1]) - 1]}`" if number else ""
         raise ClusterError(
             "emulate.command_failed",
@@ -176,7 +179,7 @@ _CLONE_NEWNET = 0x40000000
 
 @contextmanager
 def new_namespace() -> Iterator[int]:
-    """Make a network namespace, held by a descriptor within the context.
+    """Create a network namespace, which exists within the context.
 
     Raises:
         ClusterError: the kernel refuses.
@@ -202,15 +205,17 @@ def new_namespace() -> Iterator[int]:
 
 
 def path_of(descriptor: int) -> str:
-    """Return a path at which other processes can open this process's descriptor."""
+    """Return a path with which other processes can open a descriptor of this process."""
     return f"/proc/{os.getpid()}/fd/{descriptor}"
 
 
 def enter(path: str) -> None:
-    """Move the calling thread, with its later threads and processes, into a network namespace.
+    """Move the calling thread into a network namespace.
+
+    Threads and processes that it starts later are also in this namespace.
 
     Raises:
-        ClusterError: its launcher no longer holds it, or this process may not enter it.
+        ClusterError: the launcher that created the namespace has ended, or this process may not enter the namespace.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY)
@@ -231,7 +236,7 @@ def enter(path: str) -> None:
 def inside(path: str, function: Callable[[], T]) -> T:
     """Call a function inside a network namespace, in another thread.
 
-    Sockets that it opens and processes that it starts stay in that namespace.
+    Sockets that the function opens and processes that it starts stay in the namespace.
     """
 
     def run() -> T:
@@ -248,7 +253,7 @@ def _in_thread(function: Callable[[], T]) -> T:
 
 
 def call_libc(name: str, *arguments: int) -> None:
-    """Call a function of libc that Python provides only since 3.12."""
+    """Call a function of libc that Python provides only from version 3.12."""
     if getattr(ctypes.CDLL(None, use_errno=True), name)(*arguments):
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
@@ -256,11 +261,11 @@ def call_libc(name: str, *arguments: int) -> None:
 _ALL_PROTOCOLS = 3
 _SOL_PACKET, _PACKET_VNET_HDR, _PACKET_IGNORE_OUTGOING = 263, 15, 23
 _SO_SNDBUFFORCE, _SO_RCVBUFFORCE = 32, 33
-# bytes: more than any link's queue holds, so that the queue and not the socket drops packets
+# size in bytes, larger than the queue of any link, so that the queue drops packets and not the socket
 _BUFFER = 64 * 2**20
-_HEADER = 10  # bytes of virtio's header before a frame: pending checksum and segmentation
+_HEADER = 10  # size in bytes of the virtio header before a frame, for pending checksum and segmentation
 _LARGEST = 2**17
-_BATCH = 64  # frames taken from one port per turn
+_BATCH = 64  # number of frames that are read from one port per turn
 
 
 class _DelayedBytes(NamedTuple):
@@ -271,13 +276,17 @@ class _DelayedBytes(NamedTuple):
 
 
 class Relay(threading.Thread):
-    """A thread that carries packets between ports of the bridge's namespace until the process ends.
+    """A thread that carries packets between the ports of the bridge's namespace.
 
-    `cut` holds the numbers of the hosts whose packets it drops in both directions.
+    The thread runs until the process ends. `cut` has the numbers of the hosts whose packets are dropped in both
+    directions.
     """
 
     def __init__(self, bridge: str, links: Sequence[Wire], delay_s: float) -> None:
-        """Open the ports, which must exist and belong to no bridge. Packets are carried from `start` on."""
+        """Open the ports, which must exist and belong to no bridge.
+
+        The thread carries packets after `start` is called.
+        """
         super().__init__(name="relay", daemon=True)
         self.cut: set[int] = set()
         self._delay_s = delay_s
@@ -287,7 +296,7 @@ class Relay(threading.Thread):
         self._held: deque[_DelayedBytes] = deque()
 
     def run(self) -> None:
-        """Carry packets in order of arrival, each held equally long."""
+        """Carry packets in the order of their arrival, each with the same delay."""
         while True:
             wait_s = max(0.0, self._held[0].due - time.monotonic()) if self._held else None
             ready, _, _ = select.select(self._ports, [], [], wait_s)
@@ -315,13 +324,13 @@ class Relay(threading.Thread):
 
 
 def _port(name: str) -> socket.socket:
-    port = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, 0)  # receives nothing before it is bound
+    port = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, 0)  # the socket receives nothing before it is bound
     port.setsockopt(_SOL_PACKET, _PACKET_VNET_HDR, 1)
     port.setsockopt(_SOL_PACKET, _PACKET_IGNORE_OUTGOING, 1)
     try:
         port.setsockopt(socket.SOL_SOCKET, _SO_SNDBUFFORCE, _BUFFER)
         port.setsockopt(socket.SOL_SOCKET, _SO_RCVBUFFORCE, _BUFFER)
-    except PermissionError:  # in a user namespace: the system's limit has to suffice
+    except PermissionError:  # in a user namespace, the size is limited by the system
         port.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER)
         port.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _BUFFER)
     port.setblocking(False)
@@ -330,7 +339,7 @@ def _port(name: str) -> socket.socket:
 
 
 _CLONE_NEWUSER = 0x10000000
-# Settings by which kernels refuse such namespaces: what they are set to then, and what allows them.
+# Kernel settings that forbid user namespaces, each with the value that forbids them and the value that allows them.
 _SETTINGS = {
     "kernel.unprivileged_userns_clone": ("0", "1"),
     "kernel.apparmor_restrict_unprivileged_userns": ("1", "0"),
@@ -341,10 +350,10 @@ _SETTINGS = {
 def become_root_of_own_namespace(system: Path = Path("/proc/sys")) -> None:
     """Move this process into a new user namespace, where its user is root.
 
-    Processes that it starts later are in that namespace, too. Call it before any thread is started.
+    Processes that this process starts later are also in the namespace. Call this before the process starts any thread.
 
     Raises:
-        ClusterError: the kernel does not allow it.
+        ClusterError: the kernel does not allow a new user namespace.
     """
     if not sys.platform.startswith("linux"):
         return  # the emulation reports the reason
@@ -352,7 +361,7 @@ def become_root_of_own_namespace(system: Path = Path("/proc/sys")) -> None:
     own = Path("/proc/self")
     try:
         call_libc("unshare", _CLONE_NEWUSER)
-        (own / "setgroups").write_text("deny")  # otherwise groups cannot be set
+        (own / "setgroups").write_text("deny")  # without this, the kernel does not allow writing gid_map
         (own / "uid_map").write_text(f"0 {user} 1")
         (own / "gid_map").write_text(f"0 {group} 1")
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Measured speed of this machine: matrix products and memory copies, in a new process. It takes a few seconds."""
+"""Measurement of the speed of this machine, with matrix products and memory copies."""
 
 from __future__ import annotations
 
@@ -25,23 +25,24 @@ if TYPE_CHECKING:
 
 
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
-_CALL_S = 0.008  # minimum time of a measurement, so that clock resolution and call overhead do not matter
+_CALL_S = 0.008  # minimum duration of a measurement, so that clock resolution and call overhead have no influence
 _BUDGET_S, _REPEATS = 0.25, 5
-_LARGEST = 16384  # rows and columns of a matrix
+_LARGEST = 16384  # number of rows and of columns of a matrix
 _SMALLEST_COPY_BYTES = 2**26
 
 
 @dataclass(frozen=True)
 class ProbedSpeed:
-    """Result of one measurement: the median over several repeats, after a warm-up.
+    """The result of one measurement: the median of several repetitions after a warm-up.
 
     Attributes:
-        what: `matmul` in floating-point operations per second (2 n^3 for a product of n x n matrices), `copy` in bytes
-            read and written per second, between two buffers much larger than the caches.
+        what: `matmul` for matrix products, in floating-point operations per second (2 n^3 for a product of n x n
+            matrices); `copy` for copies between two buffers much larger than the caches, in bytes read and written per
+            second.
         device: `cpu`, or an accelerator as torch names it (`cuda:0`).
         threads: number of CPU threads; 0 on an accelerator.
-        value: result; None if it could not be measured.
-        why_not: reason why `value` is None.
+        value: the result; None if the measurement failed.
+        why_not: the reason if `value` is None.
     """
 
     what: Literal["matmul", "copy"]
@@ -53,12 +54,12 @@ class ProbedSpeed:
 
 
 class Probe:
-    """Process with its own torch, which measures on request. It ends with the context.
+    """A separate process with its own torch, which measures speed on request.
 
-    If torch cannot be imported or crashes, only that process ends.
+    The process ends with the context. If torch cannot be imported or crashes, only this process ends.
 
     Args:
-        deadline_s: longest time for one answer.
+        deadline_s: longest time to wait for one answer, in seconds.
     """
 
     def __init__(self, host: Host, deadline_s: float = 120.0) -> None:
@@ -85,8 +86,8 @@ class Probe:
     def torch(self) -> dict[str, Any]:
         """Ask torch for `version`, `built_for`, `capability` (of the CPU) and `gloo`.
 
-        The answer also has the usable accelerators: `kind`, the number of `devices`, and their capabilities `can`
-            (`device.Capabilities`); without any these are None, 0 and {}.
+        The answer also describes the usable accelerators: `kind`, the number of `devices`, and their capabilities,
+        `can` (`device.Capabilities`). Without accelerators, these entries are None, 0 and {}.
 
         Raises:
             ClusterError: torch cannot be imported.
@@ -94,12 +95,13 @@ class Probe:
         return self._answer("import torch")
 
     def speeds(self) -> Iterator[ProbedSpeed]:
-        """Measure matrix products and copies: on all cores, one thread, and every accelerator.
+        """Measure matrix products and copies on all cores, on one thread, and on every accelerator.
 
-        Cores are physical cores. `torch` must have been called before.
+        Cores are physical cores. Call `torch` before this method.
 
         Raises:
-            ClusterError: the process ended before it was done. Results until then have been returned.
+            ClusterError: the process ended before all measurements were done. Earlier results have already been
+                returned.
         """
         assert self._process.stdin is not None
         host = self.host
@@ -119,7 +121,7 @@ class Probe:
         try:
             line = self._process.stdout.readline()
             is_late = not timer.is_alive()
-        finally:  # also on Ctrl-C, because Python waits for the timer
+        finally:  # also after Ctrl-C, because Python waits for the timer at its exit
             timer.cancel()
             timer.join()
         if line:
@@ -140,9 +142,9 @@ class Probe:
 
 
 def cache_bytes(root: Path = Path("/")) -> dict[int, int]:
-    """Total size of the data caches of each level, in bytes; empty if unknown.
+    """Return the total size of the data caches of each level in bytes; {} if unknown.
 
-    Each cache counts once, even if several cores share it.
+    A cache that several cores share is counted only once.
     """
     found: dict[tuple[int, str], int] = {}
     for cache in root.glob("sys/devices/system/cpu/cpu[0-9]*/cache/index*"):
@@ -151,9 +153,9 @@ def cache_bytes(root: Path = Path("/")) -> dict[int, int]:
                 (cache / name).read_text().strip() for name in ("level", "type", "size", "shared_cpu_list")
             )
         except OSError:
-            continue  # a processor that does not expose it
+            continue  # the processor does not expose its caches
         if kind != "Instruction":
-            found[int(level), cores] = int(size.rstrip("K")) * 1024  # the kernel uses KiB for every size
+            found[int(level), cores] = int(size.rstrip("K")) * 1024  # the kernel states every size in KiB
     return {
         level: sum(size for (of, _), size in found.items() if of == level)
         for level in sorted({level for level, _ in found})
@@ -161,9 +163,9 @@ def cache_bytes(root: Path = Path("/")) -> dict[int, int]:
 
 
 def copy_bytes(memory_bytes: int, root: Path = Path("/")) -> int:
-    """Size of each of a copy's two buffers, in bytes.
+    """Return the size of each of the two buffers for copies, in bytes.
 
-    It is four times the largest caches, but no more than an eighth of the memory.
+    The size is four times the size of the largest caches, but at most an eighth of the memory.
     """
     caches = cache_bytes(root)
     return min(max(_SMALLEST_COPY_BYTES, 4 * caches.get(max(caches, default=0), 0)), memory_bytes // 8)
@@ -173,9 +175,12 @@ def copy_bytes(memory_bytes: int, root: Path = Path("/")) -> int:
 
 
 def main() -> None:
-    """Describe torch, read the request, and answer with a line per speed. An empty line ends the answer."""
+    """Describe torch, read the request, and print a line for each speed.
+
+    An empty line ends the answer.
+    """
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # output of libraries is not an answer
+    os.dup2(2, 1)  # output of libraries must not be part of the answer
     print(json.dumps(_describe_torch()), file=answers, flush=True)
     question = sys.stdin.readline()
     if not question:
@@ -216,14 +221,14 @@ def _measure(device: str, dtypes: list[str], threads: int, copy_bytes: int) -> I
     for what, dtype, task in tasks:
         try:
             yield ProbedSpeed(what, device, dtype, threads, task())
-        # no memory, a device that torch cannot use, a dtype that it lacks there
+        # too little memory, a device that torch cannot use, or a dtype that torch does not support on the device
         except (RuntimeError, AssertionError) as error:
             yield ProbedSpeed(what, device, dtype, threads, why_not=str(error).strip().partition("\n")[0])
 
 
 def _matmul_flops(device: str, dtype: Any) -> float:
-    n = 256  # seconds for a product of 1024 rows, for a device that emulates bf16
-    # the fastest: other work only adds time
+    n = 256  # limit in seconds for a product of 1024 rows, which a device exceeds if it emulates bf16
+    # the fastest run, because other work on the machine only adds time
     while min(_product_times_s(device, dtype, n)) < _CALL_S and n < _LARGEST:
         n *= 2
     return 2 * n**3 / statistics.median(_product_times_s(device, dtype, n, _REPEATS, _BUDGET_S))
@@ -244,16 +249,16 @@ def _copy_rate(device: str, copy_bytes: int) -> float:
     if device != "cpu":
         memory = accelerator.memory(torch.device(device))
         copy_bytes = min(2**30, memory.free // 8) if memory else _SMALLEST_COPY_BYTES
-    # every page is touched, because untouched pages share one page of zeros
+    # write to every page, because pages that were never written share one page of zeros
     source = torch.ones(copy_bytes // 4, device=device)
     target = torch.ones_like(source)
     return 2 * source.nbytes / statistics.median(_times_s(device, lambda: target.copy_(source), _REPEATS, _BUDGET_S))
 
 
 def _times_s(device: str, call: Callable[[], object], repeats: int, budget_s: float) -> list[float]:
-    """Measure the seconds of repeated calls, after a warm-up.
+    """Measure the duration of repeated calls in seconds, after a warm-up.
 
-    There are at least `repeats` calls, and more if time permits.
+    The function is called at least `repeats` times, and more often if time permits.
     """
     import torch
 
@@ -273,12 +278,13 @@ _ZONES = "sys/class/powercap"
 
 
 class Energy:
-    """Meter of the energy used since this object was made.
+    """Meter of the energy that was used since this object was created.
 
-    Read it at least every few minutes: a counter that wraps around twice counts once.
+    Read the meter at least every few minutes. If a counter wraps around twice between two readings, only one wrap is
+    counted.
 
     Attributes:
-        why_not: reason why there is no reading; None if there is one.
+        why_not: the reason why the energy cannot be read; None if it can be read.
     """
 
     def __init__(self, counters: list[Counter], why_not: str | None = None) -> None:
@@ -287,7 +293,10 @@ class Energy:
         self.joules()
 
     def joules(self) -> float | None:
-        """Joules since this object was made; permanently None after a counter could not be read."""
+        """Return the joules since this object was created.
+
+        The result is None if a counter cannot be read, now or earlier.
+        """
         if self.why_not is not None:
             return None
         try:
@@ -298,7 +307,7 @@ class Energy:
 
 
 class Counter:
-    """Counter of microjoules that wraps around to 0 at `range_uj`."""
+    """A counter of microjoules that wraps around to 0 at `range_uj`."""
 
     def __init__(self, read_uj: Callable[[], int], range_uj: int) -> None:
         self._read_uj, self._range_uj = read_uj, range_uj
@@ -306,7 +315,7 @@ class Counter:
         self._last_uj: int | None = None
 
     def microjoules(self) -> int:
-        """Microjoules since the first call."""
+        """Return the microjoules since the first call."""
         now = self._read_uj()
         if self._last_uj is not None:
             self._used_uj += (now - self._last_uj) % self._range_uj
@@ -315,7 +324,7 @@ class Counter:
 
 
 def cpu_energy(root: Path = Path("/")) -> Energy:
-    """Meter of the energy of all processor packages of this host."""
+    """Return a meter of the energy of all processor packages of this host."""
     zones = list(_packages(root / _ZONES))
     if not zones:
         return Energy([], f"the kernel shows no RAPL counters in /{_ZONES}, as in most virtual machines and containers")
@@ -334,7 +343,10 @@ def cpu_energy(root: Path = Path("/")) -> Energy:
 
 
 def gpu_energy(nvml: Any, handle: Any) -> Energy:
-    """Energy counter of the GPU `handle` of an initialized NVML (the module `pynvml`), available since Volta."""
+    """Return the energy counter of a GPU, which exists since the Volta generation.
+
+    `handle` is a handle of an initialized NVML, the module `pynvml`.
+    """
 
     def read_uj() -> int:
         try:
@@ -346,14 +358,14 @@ def gpu_energy(nvml: Any, handle: Any) -> Energy:
 
 
 class Telemetry:
-    """NVML readings of one GPU: `energy` and utilization."""
+    """NVML readings of one GPU: the energy that it used, and its utilization."""
 
     def __init__(self, nvml: Any, handle: Any) -> None:
         self._nvml, self._handle = nvml, handle
         self.energy = gpu_energy(nvml, handle)
 
     def percent(self) -> int | None:
-        """Percent of the time in which the GPU computed; None if unknown."""
+        """Return the percentage of the time in which the GPU computed; None if unknown."""
         try:
             return int(self._nvml.nvmlDeviceGetUtilizationRates(self._handle).gpu)
         except self._nvml.NVMLError:
@@ -361,7 +373,7 @@ class Telemetry:
 
 
 def telemetry_of(device: torch.device) -> Telemetry | None:
-    """NVML's readings of an accelerator, or None."""
+    """Return the NVML readings of an accelerator; None if there are none."""
     if (uuid := nvidia_uuid(device)) is None:
         return None
     import pynvml
@@ -374,13 +386,16 @@ def telemetry_of(device: torch.device) -> Telemetry | None:
 
 
 def _packages(zones: Path) -> Iterator[Path]:
-    """Zones of whole packages, without their parts (cores, memory controller) and `psys`, which contains packages."""
+    """Return the zones of whole packages.
+
+    Parts of a package (cores, memory controller) and `psys`, which contains packages, are omitted.
+    """
     for zone in sorted(zones.glob("intel-rapl:*")):
         try:
             if (zone / "name").read_text().startswith("package"):
                 yield zone
         except OSError:
-            continue  # a zone that has just disappeared, for instance because a package went offline
+            continue  # the zone has just disappeared, for example because a package went offline
 
 
 if __name__ == "__main__":
