@@ -231,7 +231,7 @@ def test_a_device_that_the_compiler_has_no_code_for_is_a_clear_error(simulated: 
     [error] = simulated.ranks(1, error_of_a_compiled_step)
     assert error.startswith("compile=on: torch cannot compile the model here: ")
     assert "It needs code for devices of type sim, " in error
-    assert error.endswith("Or leave compile out.")
+    assert error.endswith("You can also leave compile out.")
 
 
 def error_of_a_compiled_step() -> str:

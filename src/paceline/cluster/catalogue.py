@@ -17,7 +17,7 @@ from paceline.errors import ClusterError
 TPU = "tpu"
 HPU = "hpu"
 NEURON = "neuron"
-_COMPILED = (TPU, HPU, NEURON)  # 0, because whole graphs are compiled and the host starts no kernels
+_COMPILED = (TPU, HPU, NEURON)  # whole graphs are compiled for these devices, so the host starts no kernels
 
 
 @dataclass(frozen=True)

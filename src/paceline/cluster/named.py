@@ -143,7 +143,7 @@ def read_name(text: str) -> NamedCluster:
     if rate_gbps == 0:
         raise ClusterError(
             "cluster.link_rate_zero",
-            'cluster "{text}": the rate of a link must be above 0 bit/s. Leave the rate out to use the usual rate.',
+            'cluster "{text}": a link needs a rate above 0 bit/s. Leave the rate out to use the usual rate.',
             text=text,
         )
     usual = device.network.bandwidth * 8 / 1e9 * per_host
