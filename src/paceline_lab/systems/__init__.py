@@ -1,5 +1,5 @@
 """Comparison with other training systems: `paceline bench compare job.yaml --systems ddp,fsdp,…`.
 
-Read `system.py` first, the protocol, then `scripts.py`: a single-process script, and the lines of it that each system
-changes. `table.py` names the systems; `compare.py` starts them in turn.
+Read `system.py` first: it defines how a system is described. `scripts.py` has a plain PyTorch script and its variants for
+the PyTorch-based systems. `table.py` lists all systems, and `compare.py` runs them in turn.
 """

@@ -48,21 +48,23 @@ from paceline_lab.systems.started import Finished, Kill, python_of, run
 from paceline_lab.systems.system import JOB, SYSTEMS, Start, System, Task
 from paceline_lab.systems.table import REFERENCE
 
-PROOF_STEPS = 12  # steps of the first run of each way; their losses are compared before any timing
+PROOF_STEPS = 12  # steps of the first run of each system variant, whose losses are compared before any timing
 STEPS = 70
 _PATIENCE = 5.0
-_PORTS = 40  # free ports in a row, for a run
-# path of Ray's socket, whose name contains the time and a process id
+_PORTS = 40  # number of consecutive free ports that a run needs
+# longest path of a Ray socket below the scratch folder; it contains the time and a process id
 _LONGEST_SOCKET = "ray/session_2026-01-01_00-00-00_000000_1234567/sockets/plasma_store"
 Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
 class Way:
-    """A system and its variant. `key` names its runs.
+    """One variant of a system, for example as documented or tuned.
 
-    `exact` is true if it should compute what one process computes. `global_batch` is set if it differs from the
-    comparison's.
+    Attributes:
+        key: identifier of the variant in the records of its runs.
+        exact: True if the variant should compute the same losses as one process.
+        global_batch: batch size of the variant; None if it is the comparison's batch size.
     """
 
     key: str
@@ -76,26 +78,28 @@ class Way:
 
     @property
     def title(self) -> str:
-        """System and variant, for people."""
+        """Title of the system and label of the variant, separated by a comma."""
         return f"{self.system.title}, {self.label}"
 
 
 class Compare:
-    """A comparison in its directory.
+    """A comparison of systems, stored in a directory.
 
     Args:
         systems: names from `SYSTEMS`; paceline and one process of PyTorch are always included.
-        plans: further plans of paceline beside the one that `auto` finds, e.g. with a sync rule that sends less data.
-        repeat: number of runs of every way.
+        plans: additional plans of paceline to measure beside the plan that `auto` chooses, e.g. with a sync rule that
+            sends less data.
+        repeat: number of runs of every system variant.
         steps: number of steps of every run.
-        weak: every rank has the job's global batch; else all ranks share it.
-        tuned: run each system also with paceline's settings for memory and data, and its own tuned ones.
-        kill: also run each system once with a rank killed half-way.
-        deadline_s: time after which a run counts as hanging; at least five times the duration estimated from its first
-            steps.
+        weak: whether every rank computes the job's whole global batch; otherwise the ranks divide it.
+        tuned: whether to run each system a second time with paceline's memory and data settings and the system's own
+            tuned settings.
+        kill: whether to make one more run of each system in which a rank is killed half-way.
+        deadline_s: seconds after which a run counts as hanging. The limit is raised to five times the run's estimated
+            duration if that is longer.
 
     Raises:
-        PacelineError: the job, a plan, a name or the directory is invalid.
+        PacelineError: the job, a plan, a system's name or the directory is invalid.
     """
 
     def __init__(
@@ -121,18 +125,18 @@ class Compare:
         self.hosts = self.cluster.emulate.hosts if self.cluster.emulate else 1
         self.ranks = self.hosts if self.hosts > 1 else self.cluster.devices
         self.scaling: Scaling = "weak" if weak else "strong"
-        self.base_batch = job.global_batch  # of the run that is the baseline of every speedup
+        self.base_batch = job.global_batch  # batch of the run that is the baseline of every speedup
         job = grown(job, self.ranks) if weak else job
         self.job, self.target = as_compared(job, self.steps, self.ranks), job.stop.loss_below
         must_draw_nothing(self.job)
         self.say, self.command, self.path, self.kill = say, command, out, kill
-        self.pauses: dict[str, float | None] = {}  # pause after a kill; None: the training ended
+        self.pauses: dict[str, float | None] = {}  # pause after a kill in seconds; None if the training ended instead
         self.stopped_by: str | None = None
         self._emulation: Emulation | None = None
         self._is_stopped: Callable[[], bool] = lambda: False
         self.left_out: dict[str, str] = {}
         self.proofs: dict[str, Proof] = {}
-        self.first_run_s: dict[str, float] = {}  # duration of the first steps, including the start
+        self.first_run_s: dict[str, float] = {}  # duration of the first run of each system, including its start
         loaded = {name: SYSTEMS[name].load() for name in dict.fromkeys([OURS, PLAIN, *systems])}
         self.directory = BenchmarkDirectory(out)
         self.plan = self._plan(job)
@@ -144,7 +148,7 @@ class Compare:
     # Settings to measure
 
     def _plan(self, job: Job) -> Plan:
-        """Return the plan that `auto` chooses; a continued comparison keeps its plan."""
+        """Return the plan that `auto` chooses; a resumed comparison keeps its original plan."""
         if begun := self.directory.begun_with():
             return begun[0]
         return choose(job.model_copy(update={"drop_last": True}), self.cluster, self.say, runs=self.repeat).plan
@@ -195,7 +199,7 @@ class Compare:
     # Runs
 
     def run(self) -> Comparison | None:
-        """Check losses, then make the missing runs; None if nothing was measured."""
+        """Compare losses, then perform the missing runs. Return None if nothing was measured."""
         self._install()
         with StopSignals() as signals, self._emulated() as self._emulation:
             self._is_stopped = lambda: signals.first is not None
@@ -233,7 +237,7 @@ class Compare:
             yield emulation
 
     def _prove(self) -> None:
-        """Compare every way's first losses with those of one process."""
+        """Compare the first losses of every system variant with the losses of one process."""
         steps = min(PROOF_STEPS, self.steps)
         references = References(lambda reference: self._losses(reference, steps))
         apart = normalises_apart(self.job)
@@ -252,7 +256,7 @@ class Compare:
             self.say(f"{way.title}: {proof}")
 
     def parts(self, way: Way) -> int:
-        """Return the number of parts of a batch that a way computes separately."""
+        """Return the number of parts into which a system variant splits a batch."""
         if way.system.name == OURS:
             plan = Plan.parse(way.settings["plan"])
             return plan.data_ranks * plan.microbatches
@@ -293,7 +297,7 @@ class Compare:
         )
 
     def _kill(self, way: Way) -> None:
-        """Make one more run in which a rank is killed half-way."""
+        """Perform one more run in which a rank is killed half-way."""
         kill, steps = Kill.within(self.runs[way.key])
         try:
             finished = self._one(way.system, self._task(way, steps), kill=kill)
@@ -327,7 +331,7 @@ class Compare:
     def _one(
         self, system: System, task: Task, *, tuned: bool = False, kill: Kill | None = None, alone: bool = False
     ) -> Finished:
-        """Run once, in a folder that is kept if the run fails. `alone`: without emulated hosts."""
+        """Run a system once, in a folder that is kept if the run fails. `alone` disables emulated hosts."""
         hosts = self._emulation.hosts if self._emulation and not alone else ()
         folder = Path(tempfile.mkdtemp(prefix=f"{system.name}-", dir=self.path / "runs"))
         batch = task.global_batch or self.job.global_batch

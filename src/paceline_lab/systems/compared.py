@@ -1,4 +1,4 @@
-"""Result of a comparison: figures with intervals, and findings in words."""
+"""Result of a comparison of systems: figures with intervals, and findings in sentences."""
 
 from __future__ import annotations
 
@@ -28,20 +28,21 @@ if TYPE_CHECKING:
     from paceline_lab.systems.compare import Compare, Way
 
 
-WARM_UP, BLOCKS = 10, 5  # untimed steps; number of blocks of the other steps, whose median is a run's step time
-_RECENT = 10  # steps whose mean loss must reach the target
+WARM_UP, BLOCKS = 10, 5  # steps before timing starts; blocks of timed steps, whose median time is the run's step time
+_RECENT = 10  # number of recent steps whose mean loss must be below the target
 
 
 @dataclass(frozen=True)
 class TakenRun:
-    """One run of a way to train: a line of `measured.jsonl`.
+    """One run of a system variant, stored as a line of `measured.jsonl`.
 
     Attributes:
-        step_s: median over blocks of the timed steps.
-        first_step_s: time from the command to the end of the first step.
-        wire_bytes: bytes per step on the busiest link of an emulated host; None without emulated hosts.
-        to_target_s: time from the first step's end until the mean loss of 10 steps was below the target; None if never.
-        ended_s: end time of each step, relative to the first one's end.
+        step_s: seconds per step, as the median over blocks of timed steps.
+        first_step_s: seconds from the start of the command to the end of the first step.
+        wire_bytes: bytes per step on the busiest link between emulated hosts; None if no hosts are emulated.
+        to_target_s: seconds from the end of the first step until the mean loss of 10 steps is below the target; None if
+            the target is not reached.
+        ended_s: end time of each step, in seconds after the end of the first step.
     """
 
     way: str
@@ -57,18 +58,18 @@ class TakenRun:
 
 @dataclass(frozen=True)
 class ComparedWay:
-    """A way to train: a system, as documented or tuned.
+    """Result of one system variant: a system as documented, or tuned.
 
     Attributes:
-        lines: number of lines changed from a plain script; None without a script.
-        difference: largest relative difference of its losses from the losses of one process.
-        same: True if it computes what one process computes.
-        exact: False for a sync rule of paceline that need not match exactly, only converge alike.
-        speedup: samples per second / samples per second of a plain script on one core.
-        efficiency: speedup / ranks.
-        ratio: its step time / paceline's, over neighbouring runs; None if its batch differs.
-        recovery: outcome in words of a run in which a rank was killed; "" if there was none.
-        seconds, losses: course of the first run; each point combines a few steps.
+        lines: number of lines that differ from a plain PyTorch script; None if the system has no script.
+        difference: largest relative difference between its losses and the losses of one process.
+        same: True if its losses equal the losses of one process, up to rounding.
+        exact: False for a sync rule of paceline that converges similarly but does not compute the same losses.
+        speedup: throughput divided by the throughput of a plain PyTorch script on one core.
+        efficiency: speedup divided by the number of ranks.
+        ratio: step time divided by paceline's step time in the same round; None if the batch sizes differ.
+        recovery: outcome of the run in which a rank was killed, as a sentence; "" if there was no such run.
+        seconds, losses: time and loss over the first run; each point is the mean of a few steps.
     """
 
     way: str
@@ -95,7 +96,7 @@ class ComparedWay:
 
     @property
     def verdict_on_losses(self) -> str:
-        """The comparison of its losses with the losses of one process, in words."""
+        """Short text on whether the losses equal the losses of one process."""
         if self.same:
             return "the same"
         return f"differ by {self.difference:.1%}" if self.exact else "converges alike, by its rule"
@@ -103,14 +104,14 @@ class ComparedWay:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Everything that a page and a table show about a comparison.
+    """All values of a comparison that the report page and the table show.
 
     Attributes:
-        global_batch: batch of all ways; with weak scaling, the plain script on one core has the batch of one rank
-            instead.
-        best_other: way of the fastest other system that computes the same; None if there is none.
-        left_out: titles of systems that did not run, with the reason.
-        remarks: sentences on the strengths of each system.
+        global_batch: batch size of all variants. With weak scaling, the plain script on one core has the batch size of
+            one rank instead.
+        best_other: key of the fastest variant of another system that computes the same losses; None if no variant does.
+        left_out: reasons why systems did not run, by title of the system.
+        remarks: sentences on the strengths and weaknesses of each system.
     """
 
     job: str
@@ -133,31 +134,31 @@ class Comparison:
     scaling: Scaling = "strong"
 
     def __repr__(self) -> str:
-        """Return the job, the ranks, and the median throughput of every way."""
+        """Return the job, the ranks, and the median throughput of every system variant."""
         speeds = ", ".join(f"{way.title} {rate(way.samples_per_s.middle)}" for way in self.ways)
         return f"<Comparison of {self.job} on {self.places}: {speeds}>"
 
     def _repr_html_(self) -> str:
-        """Return bars and a table of all ways, for notebooks."""
+        """Return a bar chart and a table of all system variants as HTML for notebooks."""
         from paceline_lab.report.notebook import comparison_html
 
         return comparison_html(self)
 
     @property
     def places(self) -> str:
-        """Numbers of ranks and hosts in words; paceline's own plan may use other ranks."""
+        """Numbers of ranks and hosts as text, with paceline's number of ranks if its plan uses another number."""
         own = Plan.parse(self.plan).ranks
         text = f"{count(self.ranks, 'rank')} on {count(self.hosts, 'host')}"
         return text if own == self.ranks else f"{text} (paceline: {count(own, 'rank')}, as its plan says)"
 
     @property
     def batch_alone(self) -> int:
-        """Samples of a step of the run that is the baseline of every speedup."""
+        """Batch size of the run that is the baseline of every speedup."""
         return self.global_batch // self.ranks if self.scaling == "weak" else self.global_batch
 
 
 def step_time_s(ended_s: Sequence[float]) -> float:
-    """Return the seconds of a step after warm-up: the median over equal blocks."""
+    """Return the seconds per step after warm-up, as the median over equal blocks of steps."""
     ends = ended_s[min(WARM_UP, len(ended_s) // 3) :]
     each = max(1, (len(ends) - 1) // BLOCKS)
     blocks = [(ends[i + each] - ends[i]) / each for i in range(0, len(ends) - each, each)]
@@ -165,7 +166,7 @@ def step_time_s(ended_s: Sequence[float]) -> float:
 
 
 def time_to(target: float | None, losses: Sequence[float], ended_s: Sequence[float]) -> float | None:
-    """Return the seconds from the first step's end until recent losses were below the target."""
+    """Return the seconds from the end of the first step until the recent mean loss was below the target."""
     if target is None:
         return None
     for step in range(_RECENT, len(losses) + 1):
@@ -175,7 +176,7 @@ def time_to(target: float | None, losses: Sequence[float], ended_s: Sequence[flo
 
 
 def ratio_of(others: Sequence[TakenRun], ours: Sequence[TakenRun]) -> Interval | None:
-    """Return the interval of other / ours over the rounds that both have."""
+    """Return the interval of the step-time ratio over all rounds in which both systems ran."""
     by_round = {run.round: run.step_s for run in ours}
     pairs = [run.step_s / by_round[run.round] for run in others if run.round in by_round]
     return median_interval(pairs) if pairs else None
@@ -186,7 +187,7 @@ WIDTH = 140
 
 
 def show(found: Comparison, console: Console) -> None:
-    """Print the strengths of each system, all figures, and what was left out."""
+    """Print the strengths of each system, all figures, and the systems that did not run."""
     console.width = console.width if console.is_terminal else WIDTH
     console.print()
     for number, remark in enumerate(found.remarks):
@@ -254,9 +255,9 @@ def _cells(way: ComparedWay) -> list[str]:
 
 
 def figures(found: Comparison) -> dict[str, float]:
-    """Return numbers by name: `step_s_ddp`, `ratio_ddp`, `strong_speedup_ddp`, …
+    """Return the comparison's numbers by name: `step_s_ddp`, `ratio_ddp`, `strong_speedup_ddp`, …
 
-    `ratio_to_best` has its interval.
+    `ratio_to_best_low` and `ratio_to_best_high` are the ends of the interval of `ratio_to_best`.
     """
     named: dict[str, float] = {"systems_run": float(len({way.system for way in found.ways} - {"plain"}))}
     for way in found.ways:
@@ -279,15 +280,15 @@ def figures(found: Comparison) -> dict[str, float]:
     return named
 
 
-_POINTS = 40  # points of a curve, each the mean of a few steps
+_POINTS = 40  # maximum number of points of a loss curve
 
 
 def summary(compare: Compare) -> Comparison:
-    """Summarize the finished runs."""
+    """Summarize the finished runs of a comparison."""
     base = compare.runs.get(PLAIN, [])
     ways = [_figures(compare, way, base) for way in compare.ways if compare.runs[way.key]]
-    apart = {OURS} if compare.hosts == 1 else {OURS, PLAIN}  # one process needs only one host
-    alike = [way for way in ways if way.way == OURS or way.ratio is not None]  # the same batch
+    apart = {OURS} if compare.hosts == 1 else {OURS, PLAIN}  # on several hosts, one process is not a competitor
+    alike = [way for way in ways if way.way == OURS or way.ratio is not None]  # variants with paceline's batch size
     rivals = [way for way in alike if way.system not in apart and way.same and way.exact]
     best = min(rivals, key=lambda way: way.step_s.middle, default=None)
     return Comparison(
@@ -298,7 +299,7 @@ def summary(compare: Compare) -> Comparison:
         ranks=compare.ranks,
         hosts=compare.hosts,
         steps=compare.steps,
-        repeats=max(map(len, compare.runs.values())),  # fewer than requested if the comparison was stopped
+        repeats=max(map(len, compare.runs.values())),  # fewer rounds than requested if the comparison was stopped
         global_batch=compare.job.global_batch,
         target=compare.target,
         plan=str(compare.plan),
@@ -348,7 +349,7 @@ def _figures(compare: Compare, way: Way, base: Sequence[TakenRun]) -> ComparedWa
 
 
 def _means(values: Sequence[float]) -> list[float]:
-    """Average neighbouring values, down to a number that can be drawn."""
+    """Average neighbouring values until few enough points remain to draw a curve."""
     each = -(-len(values) // _POINTS)
     return [fmean(values[i : i + each]) for i in range(0, len(values), each)]
 
@@ -446,7 +447,7 @@ def _limits(compare: Compare, ways: list[ComparedWay]) -> Iterator[str]:
 
 
 def changed_lines(train: str | None) -> int | None:
-    """Count the lines of a script's functions that the plain script lacks. The result is None without a script."""
+    """Count the lines of a script that are not in the plain PyTorch script. Return None if there is no script."""
     if train is None:
         return None
     before, after = _code("paceline_lab.systems.scripts:plain"), _code(train)
@@ -455,7 +456,7 @@ def changed_lines(train: str | None) -> int | None:
 
 
 def _code(train: str) -> list[str]:
-    """Return the code lines of a function and of the same-file functions that it calls."""
+    """Return the code lines of a function and of all functions in the same file that it calls."""
     found: Any = load_object(train)
     tree = ast.parse(Path(inspect.getfile(found)).read_text())
     functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}

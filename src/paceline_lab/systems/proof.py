@@ -1,4 +1,4 @@
-"""Check that a system does the same work: compare its losses with one process."""
+"""Check that a system does the same work by comparing its losses with those of one process."""
 
 from __future__ import annotations
 
@@ -16,20 +16,19 @@ from paceline.job.stop import StopSpec
 from paceline.sync.batchnorm import has_batch_norm
 from paceline.units import count
 
-AGREE = 1e-3  # relative difference of losses up to which two systems count as equal
-# share of `AGREE` up to which a step is compared; beyond it, a rounding error of another size may add more
+AGREE = 1e-3  # losses count as equal up to this relative difference
+# A step is compared only if rounding alone moves its loss by at most this fraction of `AGREE`.
 _SURE = 0.1
 
 
 @dataclass(frozen=True)
 class Reference:
-    """One process that a way to train is compared with.
+    """Single-process training whose losses a system's losses are compared with.
 
     Attributes:
-        batch: samples of a step; None: the comparison's batch.
-        parts: number of parts in which a batch is computed, as by replicas that each normalize their own part.
-        disturbed: whether its first weights are perturbed by a rounding error, which shows the effect of rounding on
-            the losses.
+        batch: samples per step; None for the batch size of the comparison.
+        parts: number of parts into which a batch is split; batch normalization is computed separately in each part.
+        disturbed: whether rounding errors are added to the initial weights, to show how rounding affects the losses.
     """
 
     batch: int | None = None
@@ -39,11 +38,11 @@ class Reference:
 
 @dataclass(frozen=True)
 class Proof:
-    """Largest relative difference of a way's first losses from the losses of one process.
+    """Largest relative difference between the first losses of a system and of one process.
 
     Attributes:
-        steps: number of compared steps; None: all steps that both took. Later steps differ by rounding alone. A single
-            step proves nothing, since no gradient is compared.
+        steps: number of compared steps; None if all steps were compared. Later steps are left out if rounding alone
+            can explain their differences. One step is inconclusive, since no gradient has affected its loss.
     """
 
     apart: float
@@ -51,12 +50,12 @@ class Proof:
 
     @property
     def same(self) -> bool:
-        """True if the way computes what one process computes."""
+        """True if the system's losses equal the losses of one process, up to rounding."""
         return self.apart <= AGREE and not self.is_open
 
     @property
     def is_open(self) -> bool:
-        """True if rounding moves the losses so early that the comparison is inconclusive."""
+        """True if rounding affects the losses too early for the comparison to be conclusive."""
         return self.steps is not None and self.steps < 2
 
     def __str__(self) -> str:
@@ -75,10 +74,10 @@ class Proof:
 
 
 class References:
-    """Losses of one process over time, each course trained when it is first needed.
+    """Losses of single-process trainings; each reference is trained when it is first needed.
 
     Args:
-        take: trains as a reference specifies, and returns its losses.
+        take: trains one reference and returns the loss of each step.
     """
 
     def __init__(self, take: Callable[[Reference], list[float]]) -> None:
@@ -86,7 +85,7 @@ class References:
         self._taken: dict[Reference, list[float]] = {}
 
     def prove(self, losses: list[float], batch: int | None, parts: int) -> Proof:
-        """Compare losses with one process, as far as rounding allows."""
+        """Compare losses with the losses of one process, in the steps that rounding does not dominate."""
         wanted = self._losses(Reference(batch, parts))
         apart = difference(losses, wanted)
         if apart <= AGREE:
@@ -106,7 +105,7 @@ class References:
 
 
 def difference(losses: Sequence[float], reference: Sequence[float]) -> float:
-    """Return the largest relative difference of two courses of losses. It is infinite if one is not finite."""
+    """Return the largest relative difference between two loss curves; infinity if a loss is not finite."""
     worst = 0.0
     for loss, other in zip(losses, reference, strict=False):
         apart = abs(loss - other) / max(abs(other), 1e-12)
@@ -115,10 +114,10 @@ def difference(losses: Sequence[float], reference: Sequence[float]) -> float:
 
 
 def as_compared(job: Job, steps: int, ranks: int) -> Job:
-    """Return the job with the given number of steps, each with a whole batch.
+    """Return the job limited to a number of steps, each with a full batch.
 
     Raises:
-        RunError: the systems would not do the same work; the error names what to change.
+        RunError: the other systems cannot train this job in the same way; the error names the key to change.
     """
     if job.global_batch % ranks:
         raise RunError(
@@ -146,10 +145,11 @@ def as_compared(job: Job, steps: int, ranks: int) -> Job:
 
 
 def grown(job: Job, ranks: int) -> Job:
-    """Return the job with its batch multiplied by the ranks, for weak scaling.
+    """Return the job with its global batch multiplied by the number of ranks, for weak scaling.
 
     Raises:
-        RunError: there is one rank, the data is too short, or the work would grow by another factor.
+        RunError: there is only one rank, the training set is smaller than the batch, or the work per sample depends on
+            the batch size.
     """
     if ranks == 1:
         raise RunError(
@@ -181,10 +181,10 @@ def grown(job: Job, ranks: int) -> Job:
 
 
 def must_draw_nothing(job: Job) -> None:
-    """Refuse dropout, since every system draws different masks.
+    """Refuse a job with dropout, since every system draws different dropout masks.
 
     Raises:
-        RunError: the model has dropout; the error names the first layer.
+        RunError: the model uses dropout; the error names the first such layer.
     """
     for name, module in job.model.build().named_modules():
         if isinstance(module, _DropoutNd) and module.p > 0:
@@ -198,10 +198,10 @@ def must_draw_nothing(job: Job) -> None:
 
 
 def must_be_cpus_of_this_machine(cluster: Cluster) -> None:
-    """Refuse machines on which paceline and the other systems would use different devices.
+    """Refuse clusters on which paceline and the other systems would use different devices.
 
     Raises:
-        RunError: the cluster has accelerators, or other hosts.
+        RunError: the cluster has accelerators or several real hosts.
     """
     if cluster.has_accelerators:
         raise RunError(
@@ -219,5 +219,5 @@ def must_be_cpus_of_this_machine(cluster: Cluster) -> None:
 
 
 def normalises_apart(job: Job) -> bool:
-    """True if replicas each normalize their own part of a batch."""
+    """Return True if each replica computes batch normalization over its own part of a batch."""
     return job.batch_norm == "local" and has_batch_norm(job.model.build())

@@ -1,4 +1,4 @@
-"""A process of a system: `python -m paceline_lab.systems.run MODULE:FUNCTION FOLDER`."""
+"""Entry point of one process of a compared system: `python -m paceline_lab.systems.run MODULE:FUNCTION FOLDER`."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from paceline_lab.systems.work import Work
 
 
 def main() -> None:
-    """Call a system's `train` with the task in a folder, and write its record there."""
+    """Call the training function of a system with the task in a folder, and write its losses and times there."""
     work = Work(Path(sys.argv[2]))
     load_object(sys.argv[1])(work)
     work.write()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)  # everything is written; torch's cleanup at interpreter exit occasionally aborts or hangs
+    os._exit(0)  # all results are written, and torch's cleanup at interpreter exit occasionally aborts or hangs
 
 
 if __name__ == "__main__":

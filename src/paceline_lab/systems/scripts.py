@@ -1,7 +1,7 @@
-"""Scripts of the systems that train PyTorch models, as their documentation shows them.
+"""Training scripts of the PyTorch-based systems, written as in each system's documentation.
 
-The table counts the lines that a script changes in `plain` and `take_steps`. For this count, each function has its own
-imports.
+The table of a comparison counts the lines in which each script differs from `plain` and `take_steps`. Each function
+contains its own imports, so that they are counted as well.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from paceline_lab.systems.work import Work
 
 
 def plain(work: Work) -> None:
-    """Train as in PyTorch's tutorials."""
+    """Train in one process, as in PyTorch's tutorials."""
     model = work.model()
     optimizer = work.optimizer(model.parameters())
     schedule = work.schedule(optimizer)
@@ -30,7 +30,7 @@ def plain(work: Work) -> None:
 
 
 def take_steps(work: Work, model: nn.Module, optimizer: Any, schedule: LambdaLR, batches: Iterable[Any]) -> None:
-    """Run the training loop of PyTorch's tutorials. A script with a different loop has its own."""
+    """Run the training loop of PyTorch's tutorials, which several scripts share."""
     for batch in batches:
         optimizer.zero_grad()
         loss = work.loss(model, batch)
@@ -42,7 +42,7 @@ def take_steps(work: Work, model: nn.Module, optimizer: Any, schedule: LambdaLR,
 
 
 def reference(work: Work) -> None:
-    """Train in one process, with each batch in parts if replicas normalize separately."""
+    """Train in one process; split each batch into parts if replicas compute batch normalization separately."""
     model = work.model()
     optimizer = work.optimizer(model.parameters())
     schedule = work.schedule(optimizer)
@@ -85,7 +85,7 @@ def fsdp(work: Work) -> None:
         for block in blocks:
             fully_shard(block, mesh=mesh, **work.settings)
     fully_shard(model, mesh=mesh, **work.settings)
-    # torch 2.13 has no fused SGD for divided parameters
+    # torch 2.13 does not support fused SGD for sharded parameters
     optimizer = work.optimizer(model.parameters(), fused=work.job.optimizer.name != "sgd")
     schedule = work.schedule(optimizer)
     take_steps(work, model, optimizer, schedule, work.batches(dist.get_rank(), dist.get_world_size()))
@@ -148,13 +148,13 @@ def lightning(work: Work) -> None:
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        use_distributed_sampler=False,  # the batches already belong to this rank
+        use_distributed_sampler=False,  # the batches already contain only this rank's samples
     )
     trainer.fit(Module(), work.batches(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])))
 
 
 def deepspeed(work: Work) -> None:
-    """Train as on DeepSpeed's getting-started page, with ZeRO stage 1."""
+    """Train as in DeepSpeed's getting-started guide, with ZeRO stage 1."""
     import os
 
     os.environ["DS_ACCELERATOR"] = "cpu"
@@ -182,7 +182,7 @@ def deepspeed(work: Work) -> None:
 
 
 def horovod(work: Work) -> None:
-    """Train as on Horovod's page on PyTorch."""
+    """Train as in Horovod's guide for PyTorch."""
     import horovod.torch as hvd
 
     hvd.init()
@@ -205,7 +205,7 @@ def horovod(work: Work) -> None:
 
 
 def ray_train(work: Work) -> None:
-    """Start the workers as on Ray's page on PyTorch."""
+    """Start the workers as in Ray Train's guide for PyTorch."""
     import ray
     from ray.train import RunConfig, ScalingConfig
     from ray.train.torch import TorchConfig, TorchTrainer
@@ -224,7 +224,7 @@ def ray_train(work: Work) -> None:
 
 
 def train_in_worker(config: dict[str, str]) -> None:
-    """Train in a worker, with the model wrapped by `prepare_model`."""
+    """Train in a Ray worker, with the model wrapped by `prepare_model`."""
     import ray.train
     from ray.train.torch import prepare_model
 
@@ -261,7 +261,7 @@ def torchft(work: Work) -> None:
         state_dict=state,
         min_replica_size=work.task.ranks,
         replica_id=f"replica_{number}_",
-        init_sync=False,  # all ranks begin with the same weights
+        init_sync=False,  # all ranks start with the same weights
         hostname=os.environ["REPLICA_HOST"],
     )
     wrapped, optimizer = DistributedDataParallel(manager, model), Optimizer(manager, inner)
@@ -325,7 +325,7 @@ def _work(folder: Path) -> Work:
 
 
 def _one_step(folder: Path, state: dict[str, Any], rank: int, step: int) -> tuple[dict[str, Any], float]:
-    """Take a client's step from the server's weights; return its weights and loss."""
+    """Train one step from the server's weights as a client; return the new weights and the loss."""
     work = _work(folder)
     model = work.model()
     model.load_state_dict(state)

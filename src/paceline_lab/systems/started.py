@@ -1,4 +1,4 @@
-"""One run of a system, in an environment that is installed once."""
+"""One run of a system, in a virtual environment that is installed once."""
 
 from __future__ import annotations
 
@@ -31,20 +31,20 @@ from paceline.files import made_cache_folder, write_whole
 from paceline_lab.systems.compared import TakenRun
 from paceline_lab.systems.system import Command, Start, Steps, System
 
-MARK = "PACELINE_COMPARED"  # in the environment of every process of a run, including daemons
-END_S = 10.0  # time for processes to end by themselves, and again after SIGKILL
+MARK = "PACELINE_COMPARED"  # environment variable that marks every process of a run, including daemons
+END_S = 10.0  # seconds to wait for processes to end after each signal
 _POLL_S, _MEMORY_S = 0.05, 2.0
-_TAIL = 6  # lines of a failed run's output that are shown
+_TAIL = 6  # number of final output lines that the error of a failed run shows
 _ERROR = re.compile(r"^(\[rank\d+\]: |\[[\w.,]+\]<stderr>: ?)?[\w.]*(Error|Exception|Interrupt): ")
 
 
 @dataclass(frozen=True)
 class Finished:
-    """A run that took all its steps.
+    """Result of a run that completed all its steps.
 
     Attributes:
-        began: start time of the command, in Unix seconds.
-        memory_bytes: peak memory of all its processes together; shared pages count once.
+        began: time at which the command started, in Unix seconds.
+        memory_bytes: peak of the total memory of all processes; pages that processes share count once.
     """
 
     steps: Steps
@@ -63,13 +63,13 @@ def run(
     """Run a system once.
 
     Args:
-        environment: additional environment variables.
-        deadline_s: time after which the run counts as hanging and is killed.
-        stopped: polled during the run; True ends the run.
-        kill: fault injected into a rank during the run.
+        environment: additional environment variables for all processes of the run.
+        deadline_s: seconds after which the run counts as hanging and is killed.
+        stopped: function that is polled during the run; if it returns True, the run ends.
+        kill: kill of one rank during the run; None for a run without a fault.
 
     Raises:
-        RunError: the run failed or hangs; the error includes the end of its output.
+        RunError: the run failed or hung; the error includes the end of the run's output.
         KeyboardInterrupt: `stopped` returned True.
     """
     system, marked = start.system, f"{os.getpid()}:{start.folder}"
@@ -113,8 +113,12 @@ def _wait(
     stopped: Callable[[], bool],
     kill: Kill | None,
 ) -> int:
-    """Wait until all processes that do not serve have ended well; return the peak memory."""
-    began, most, look = time.time(), 0, time.monotonic() + _MEMORY_S / 2  # a short run is sampled once, too
+    """Wait until all processes except servers have ended with status 0; return the peak memory in bytes."""
+    began, most, look = (
+        time.time(),
+        0,
+        time.monotonic() + _MEMORY_S / 2,
+    )  # early, so that a short run is sampled at least once
     while True:
         codes = [(process.poll(), command.serves) for command, process in processes]
         if failed := [code for code, serves in codes if code or (serves and code is not None)]:
@@ -141,13 +145,13 @@ def _wait(
 
 
 def _own_environment() -> dict[str, str]:
-    """Return this process's variables, without those that make a script believe it is a rank."""
+    """Return this process's environment variables, without those by which torchrun identifies a rank."""
     ranks = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     return {name: value for name, value in os.environ.items() if name not in ranks}
 
 
 def _network(command: Command) -> dict[str, str]:
-    """Return variables that select an emulated host's interface for gloo. Such a host has no GPU."""
+    """Return variables that select the network interface of an emulated host for gloo, and hide all GPUs."""
     if command.host is None:
         return {}
     return {"GLOO_SOCKET_IFNAME": command.host.interface, "CUDA_VISIBLE_DEVICES": ""}
@@ -179,25 +183,25 @@ def _end(marked: str, processes: list[subprocess.Popen[bytes]]) -> None:
 
 
 def _said(folder: Path) -> str:
-    """Return the first error of its processes; without an error, the end of their output."""
+    """Return the first error in the log of a run; if there is none, the last lines of the log."""
     text = (folder / "log").read_text(errors="replace") if (folder / "log").exists() else ""
     told = [line for line in text.splitlines() if line.strip()]
     errors = [line for line in told if _ERROR.search(line)]
     return "\n".join(errors[:1] or told[-_TAIL:]) + f"\n(all of it: {folder / 'log'})"
 
 
-RANK = 1  # the rank that is killed
-LEAST_S = 8.0  # minimum duration of the steps, so that the kill falls in the middle
+RANK = 1  # rank that is killed
+LEAST_S = 8.0  # minimum total duration of all steps, so that enough of them lie before and after the kill
 MOST_STEPS = 2000
 
 
 @dataclass
 class Kill:
-    """SIGKILL for a rank, once, at a given time.
+    """Fault that sends SIGKILL to one rank at a given time.
 
     Attributes:
-        after_s: time after the start of the command.
-        time: time of the kill, in Unix seconds; None before it.
+        after_s: seconds between the start of the command and the kill.
+        time: time at which the rank was killed, in Unix seconds; None before the kill.
     """
 
     after_s: float
@@ -206,14 +210,14 @@ class Kill:
 
     @classmethod
     def within(cls, runs: Iterable[TakenRun]) -> tuple[Kill, int]:
-        """Return a kill in the middle of a run, from the times of earlier runs."""
+        """Return a kill at the middle of a run, and the run's number of steps, based on the times of earlier runs."""
         runs = list(runs)
         step_s = statistics.median(run.step_s for run in runs)
         steps = min(MOST_STEPS, max(len(runs[0].losses), round(LEAST_S / step_s)))
         return cls(max(run.first_step_s for run in runs) + step_s * steps / 2), steps
 
     def due(self, began: float, processes: Callable[[], Iterable[psutil.Process]]) -> None:
-        """Kill the rank if its time has come."""
+        """Kill the rank if the time of the kill is reached and the rank still runs."""
         now = time.time()
         if self.time is not None or now < began + self.after_s or now < self._looked + 0.3:
             return
@@ -226,7 +230,7 @@ class Kill:
                     return
 
     def pause_s(self, ended_s: list[float]) -> float:
-        """Return the longest pause between two steps around the kill, beyond a usual step."""
+        """Return the longest time between two steps around the kill, minus the median time between steps."""
         assert self.time is not None
         gaps = [after - before for before, after in pairwise(ended_s)]
         around = [
@@ -239,7 +243,7 @@ def _is_rank(process: psutil.Process) -> bool:
     variables = process.environ()
     if process.cmdline()[0].startswith(f"paceline rank {RANK} of"):
         return True
-    if variables.get("TORCHELASTIC_RUN_ID"):  # each of torchft's ranks is its own group
+    if variables.get("TORCHELASTIC_RUN_ID"):  # in torchft, every rank is a replica group of its own
         return int(variables.get("REPLICA_GROUP_ID", variables.get("RANK", "-1"))) == RANK
     if "TF_CONFIG" in variables:
         task = json.loads(variables["TF_CONFIG"])["task"]
@@ -249,15 +253,15 @@ def _is_rank(process: psutil.Process) -> bool:
 
 REQUIREMENTS = Path(__file__).with_name("requirements")
 _DONE = "made"
-_LEAST_ROOM = 3 * 2**30  # minimum free bytes on the disk
+_LEAST_ROOM = 3 * 2**30  # minimum free disk space in bytes
 _INSTALL_S = 1800.0
 
 
 def python_of(system: System, say: Callable[[str], None]) -> Path:
-    """Return the interpreter of a system's environment; create the environment if it is missing.
+    """Return the Python interpreter of a system's environment; create the environment if it is missing.
 
     Raises:
-        RunError: it cannot be created; the error includes the end of pip's output.
+        RunError: the environment cannot be created; the error includes the message of pip.
     """
     if not system.requirements:
         return Path(sys.executable)
@@ -276,7 +280,7 @@ def python_of(system: System, say: Callable[[str], None]) -> Path:
     folder = cache / f"{files[-1].stem}-{_key(files, apart=system.apart)}"
     python = folder / "bin" / "python"
     with open(f"{folder}.lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # two concurrent benchmarks create it only once
+        fcntl.flock(lock, fcntl.LOCK_EX)  # only one of two concurrent benchmarks creates the environment
         if not (folder / _DONE).exists():
             say(f"{system.title}: its environment is made in {folder}, once …")
             shutil.rmtree(folder, ignore_errors=True)
@@ -286,7 +290,7 @@ def python_of(system: System, say: Callable[[str], None]) -> Path:
 
 
 def _key(files: list[Path], *, apart: bool) -> str:
-    """Return a key of the pinned packages and of the Python and torch in use."""
+    """Return a hash of the pinned packages and the versions of Python and torch."""
     seen = [sys.version, sys.prefix, "" if apart else version("torch"), *(file.read_text() for file in files)]
     return hashlib.sha256("\0".join(seen).encode()).hexdigest()[:12]
 
@@ -312,7 +316,7 @@ def _make(system: System, folder: Path, files: list[Path]) -> None:
     if not system.apart:
         inside = sysconfig.get_path("purelib", vars={"base": str(folder), "platbase": str(folder)})
         ours = [path for path in sys.path if path.endswith("site-packages")]
-        source = str(Path(__file__).parents[2])  # paceline, if it is not installed in the environment
+        source = str(Path(__file__).parents[2])  # source folder of paceline, which may not be installed as a package
         write_whole(Path(inside) / "paceline-and-torch.pth", "\n".join([*ours, source]) + "\n")
     for file in files:
         _install(system, folder, file)

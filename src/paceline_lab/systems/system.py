@@ -1,4 +1,4 @@
-"""Description of a system: its installation, commands, and steps."""
+"""Description of a training system: how it is installed, started, and measured."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ JOB, TASK = "job.yaml", "task.json"
 
 @dataclass(frozen=True)
 class Command:
-    """A command of a run, in an emulated host if there is one.
+    """Command that starts a process of a run, in an emulated host if one is given.
 
-    `serves`: it does not end by itself, and is stopped after the others have ended.
+    Attributes:
+        serves: True if the process is a server, which runs until it is stopped at the end of the run.
     """
 
     words: Sequence[str]
@@ -33,14 +34,14 @@ class Command:
 
 @dataclass(frozen=True)
 class Start:
-    """One run that is about to be started.
+    """Everything that a system needs to start one run.
 
     Attributes:
-        python: interpreter of the system's own environment.
-        folder: folder of the task, which its processes read and write.
-        hosts: emulated hosts in order; empty if all processes run directly on this machine.
-        port: a free port.
-        scratch: folder with a short path, for sockets; removed after the run.
+        python: Python interpreter of the system's own environment.
+        folder: folder from which all processes of the run read the task, and to which they write their results.
+        hosts: emulated hosts in order of their ranks; empty if all processes run directly on this machine.
+        port: first of several consecutive free ports.
+        scratch: temporary folder with a short path, for sockets; it is removed after the run.
     """
 
     system: System
@@ -54,27 +55,27 @@ class Start:
 
     @property
     def places(self) -> Sequence[EmulatedHost | None]:
-        """The hosts, or a single entry for this machine."""
+        """The emulated hosts, or a single None that represents this machine."""
         return self.hosts or (None,)
 
     @property
     def ranks_per_host(self) -> int:
-        """Ranks of each host."""
+        """Number of ranks on each host."""
         return self.task.ranks // len(self.places)
 
     @property
     def address(self) -> str:
-        """Address of the first host."""
+        """IP address of the first host."""
         return self.hosts[0].address if self.hosts else "127.0.0.1"
 
     @property
     def program(self) -> list[str]:
-        """Return the command line that calls the system's `train`, starting with the interpreter."""
+        """Command line that runs the system's training script, starting with the Python interpreter."""
         return [str(self.python), "-m", "paceline_lab.systems.run", str(self.system.train), str(self.folder)]
 
 
 def torchrun(start: Start) -> list[Command]:
-    """Start torchrun on each host. The first host serves the rendezvous."""
+    """Return commands that start torchrun on each host, with the rendezvous on the first host."""
     python, *program = start.program
     return [
         Command(
@@ -92,34 +93,34 @@ def torchrun(start: Start) -> list[Command]:
 
 
 def steps_of_all(start: Start) -> Steps:
-    """Read the steps that all ranks wrote to the run's folder."""
+    """Read the steps that each rank wrote to the run's folder, and combine them."""
     return Steps.of_ranks(start.folder, start.task.ranks)
 
 
 def steps_of_one(start: Start) -> Steps:
-    """Read the steps of the whole batch that one process wrote to the run's folder."""
+    """Read the steps that a single process wrote to the run's folder for the whole batch."""
     return Steps.of_ranks(start.folder, 1)
 
 
 @dataclass(frozen=True, kw_only=True)
 class System:
-    """A system that trains a job. Without `commands`, torchrun starts its `train` for each rank.
+    """A training system that is compared with paceline.
 
     Attributes:
         name: name of the system in `--systems`.
         title: name of the system in tables.
-        documentation: page with the instructions that are followed to start the system.
-        train: import path of its script for one rank, in which changed lines are counted; None if it has none.
-        commands: returns the commands of a run, which end after all steps.
-        steps: reads the steps of a run that has ended.
-        refusal: returns the reason why the system cannot train a job; None if it can.
-        requirements: files of its pinned packages, installed in this order beside paceline's own; may be empty.
-        build_environment: environment variables for their installation.
-        apart: True if its environment contains neither paceline nor torch.
-        tuned: the system's own settings for its tuned variant, which also has paceline's settings for memory and data.
-        takes_channels_last: True if it can train channels-last weights.
-        is_killed: True if benchmarks may kill one of its ranks; False if surviving that needs another script.
-        one_machine: the reason why it cannot run on emulated hosts; None if it can.
+        documentation: URL or path of the documentation page that the script and the commands follow.
+        train: import path of the function that trains one rank; None if the system has no such function.
+        commands: function that returns the commands of a run; by default, torchrun calls `train` in each rank.
+        steps: function that reads the losses and times of a finished run.
+        refusal: function that returns the reason why the system cannot train a job, or None if it can.
+        requirements: names of the files that pin the system's packages, in the order of installation.
+        build_environment: environment variables that are set while pip installs the system's packages.
+        apart: True if the system's environment contains neither paceline nor torch.
+        tuned: the system's own settings in its tuned variant, in addition to paceline's memory and data settings.
+        takes_channels_last: True if the system can train weights in the channels-last memory format.
+        is_killed: True if benchmarks may kill one of the system's ranks; False if the script here cannot recover.
+        one_machine: reason why the system cannot run on emulated hosts; None if it can.
     """
 
     name: str
@@ -138,25 +139,27 @@ class System:
     one_machine: str | None = None
 
     def refuses(self, job: Job, cluster: Cluster) -> str | None:
-        """Return the reason why the system cannot train this job here; None if it can."""
+        """Return the reason why the system cannot train this job on this cluster; None if it can."""
         return (self.one_machine if cluster.emulate else None) or self.refusal(job)
 
 
 @dataclass(frozen=True)
 class Task:
-    """Task of a run, which all its processes read.
+    """Settings of a run that all its processes read from a file.
 
     Attributes:
-        ranks: number of processes that train; `hosts`: number of hosts.
-        steps: number of steps, including the warm-up.
-        threads: threads of torch's operations in each rank.
-        settings: the system's own settings, beside those in its documentation.
-        tuned: the job is read and laid out as by paceline's ranks. Batches are copied at once from a data set in
-            memory, the optimizer is fused, the number of loader processes is the same, and images and convolutions are
-            channels-last if `channels_last` is set.
-        parts: number of parts in which a batch is computed, as by replicas that each normalize their own part.
-        disturbed: the first weights are perturbed by a rounding error.
-        global_batch: batch size of this run, if it differs from the comparison's.
+        ranks: number of processes that train.
+        hosts: number of hosts on which these processes run.
+        steps: number of training steps, including warm-up steps.
+        threads: number of intra-op threads of torch in each rank.
+        settings: additional keyword settings that the system's script passes to the system.
+        tuned: True if the script loads data as paceline does and uses a fused optimizer. If the data set is in memory,
+            each batch is copied in one call.
+        channels_last: True if images and convolution weights have the channels-last memory format.
+        num_workers: number of data loader processes in each rank.
+        parts: number of parts into which a batch is split; batch normalization is computed separately in each part.
+        disturbed: True if rounding errors are added to the initial weights.
+        global_batch: global batch size of this run; None for the comparison's batch size.
     """
 
     ranks: int
@@ -172,23 +175,23 @@ class Task:
     global_batch: int | None = None
 
     def write(self, folder: Path) -> None:
-        """Write the task to a folder."""
+        """Write the task to a file in the folder of a run."""
         write_whole(folder / TASK, json.dumps(asdict(self)))
 
     @classmethod
     def read(cls, folder: Path) -> Task:
-        """Read the task of a folder."""
+        """Read the task from the folder of a run."""
         return cls(**json.loads((folder / TASK).read_text()))
 
 
 @dataclass(frozen=True)
 class Steps:
-    """Steps of one rank, or of all ranks together.
+    """Losses and times of the steps of one rank, or of all ranks combined.
 
     Attributes:
-        losses: loss of each step, averaged over a rank's samples.
+        losses: loss of each step, averaged over the samples.
         ended_s: end time of each step, in Unix seconds.
-        wire_bytes: bytes on the busiest link, if the system itself counts them.
+        wire_bytes: bytes sent or received on the busiest link; None if the system does not count them.
     """
 
     losses: list[float]
@@ -196,15 +199,15 @@ class Steps:
     wire_bytes: float | None = None
 
     def write(self, folder: Path, rank: int) -> None:
-        """Write the steps of a rank to the task's folder."""
+        """Write the steps of one rank to the folder of a run."""
         write_whole(folder / f"rank-{rank}.json", json.dumps(asdict(self)))
 
     @classmethod
     def of_ranks(cls, folder: Path, ranks: int) -> Steps:
-        """Combine the steps of all ranks: mean losses, latest end times.
+        """Combine the steps of all ranks into mean losses and latest end times.
 
         Raises:
-            FileNotFoundError: a rank wrote no steps.
+            FileNotFoundError: a rank did not write its steps.
         """
         each = [cls(**json.loads((folder / f"rank-{rank}.json").read_text())) for rank in range(ranks)]
         losses = [sum(of_ranks) / len(each) for of_ranks in zip(*(steps.losses for steps in each), strict=True)]
@@ -213,12 +216,12 @@ class Steps:
 
 @dataclass(frozen=True)
 class SystemInfo:
-    """Import path of a system, which is loaded on first use."""
+    """Import path of a system's description, which is imported on first use."""
 
     path: str
 
     def load(self) -> System:
-        """Load the system."""
+        """Import the description of the system."""
         from paceline.job.spec import load_object
 
         system: System = load_object(self.path)

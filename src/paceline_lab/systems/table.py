@@ -1,4 +1,4 @@
-"""Table of systems: installation, commands and results."""
+"""All systems that can be compared: how each is installed, started, and measured."""
 
 from __future__ import annotations
 
@@ -26,10 +26,7 @@ _TUNED_DDP = {"gradient_as_bucket_view": True, "static_graph": True}
 
 
 def _paceline(start: Start) -> list[Command]:
-    """Start the command from paceline's documentation, with a job file instead of a script.
-
-    The command starts the ranks itself, also on emulated hosts.
-    """
+    """Return the `paceline train` command, which starts the ranks itself, even on emulated hosts."""
     where = start.folder / "cluster.yaml"
     write_whole(where, start.cluster.to_yaml())
     train = [sys.executable, "-m", "paceline", "train", str(start.folder / JOB), "--cluster", str(where)]
@@ -37,7 +34,7 @@ def _paceline(start: Start) -> list[Command]:
 
 
 def _recorded(start: Start) -> Steps:
-    """Read the steps that a run of paceline recorded, with losses of the global batch."""
+    """Read the steps that a run of paceline recorded; each loss is the mean over the global batch."""
     run = Run(start.folder / "run")
     links = [event["links"].values() for event in run.events() if event["event"] == "links"]
     wire = [max(link["sent_bytes"], link["received_bytes"]) for each in links for link in each]
@@ -45,7 +42,7 @@ def _recorded(start: Start) -> Steps:
 
 
 def _alone(start: Start) -> list[Command]:
-    """Start one process, whatever the number of ranks."""
+    """Return the command of a single process, regardless of the number of ranks."""
     return [Command(start.program, start.places[0])]
 
 
@@ -56,15 +53,20 @@ def _horovodrun(start: Start) -> list[Command]:
 
 
 def _driver_of_ray(start: Start) -> list[Command]:
-    """Start a driver, which starts its own cluster on this machine."""
+    """Return the command of a Ray driver, which starts its own Ray cluster on this machine."""
     environment = {"RAY_TRAIN_V2_ENABLED": "1", "RAY_USAGE_STATS_ENABLED": "0", "RAY_TMPDIR": str(start.scratch)}
     write_whole(token := start.folder / "token", secrets.token_hex(32))
-    environment["RAY_AUTH_TOKEN_PATH"] = str(token)  # otherwise Ray writes a token to the user's home
+    environment["RAY_AUTH_TOKEN_PATH"] = str(
+        token
+    )  # without this variable, Ray writes a token to the user's home directory
     return [Command(start.program, environment=environment)]
 
 
 def _groups_of_torchft(start: Start) -> list[Command]:
-    """Start a lighthouse on the first host, and torchrun for every one-rank replica group."""
+    """Return the command of a torchft lighthouse on the first host, and one torchrun command for each rank.
+
+    Every rank is a replica group of its own.
+    """
     python, *program = start.program
     port, bind = start.port + 1, start.address
     binary = str(start.python.with_name("torchft_lighthouse"))
@@ -81,7 +83,7 @@ def _groups_of_torchft(start: Start) -> list[Command]:
 
 
 def _simulation_of_flower(start: Start) -> list[Command]:
-    """Start one command, which starts Ray with the clients; the server writes the steps."""
+    """Return the command of a Flower simulation, whose clients are Ray actors and whose server records the steps."""
     environment = {"FLWR_TELEMETRY_ENABLED": "0", "RAY_TMPDIR": str(start.scratch), "FLWR_HOME": str(start.folder)}
     return [Command(start.program, environment=environment)]
 
@@ -96,7 +98,7 @@ def _refusal_of_flower(job: Job) -> str | None:
 
 
 def _refusal_of_tensorflow(job: Job) -> str | None:
-    """Return the first part of the job that has no counterpart in TensorFlow."""
+    """Return the reason why the TensorFlow script cannot train the job; None if it can."""
     if job.model.zoo not in _TF_MODELS:
         return f"the model would have to be written again for TensorFlow; here that are {', '.join(_TF_MODELS)}"
     if job.loss.name != "cross_entropy" or job.loss.args:
@@ -116,7 +118,7 @@ def _refusal_of_tensorflow(job: Job) -> str | None:
 def _strategy(
     start: Start, name: str, place: int = 0, config: dict[str, Any] | None = None, *, serves: bool = False
 ) -> Command:
-    """Start the script on a host, with the configuration of a cluster if given."""
+    """Return the command that runs a strategy's script on a host, with TF_CONFIG if a configuration is given."""
     words = [str(start.python), str(_TF_SCRIPT), name, str(start.folder)]
     return Command(words, start.places[place], {"TF_CONFIG": json.dumps(config)} if config else {}, serves=serves)
 
@@ -127,7 +129,7 @@ def _mirrored(start: Start) -> list[Command]:
 
 
 def _workers(start: Start) -> list[Command]:
-    """Start the script once for each worker, each with its own TF_CONFIG."""
+    """Return one command for each worker, each with its own TF_CONFIG."""
     _lay_out(start)
     cluster = {"worker": _addresses(start, start.task.ranks)}
     configs = [{"cluster": cluster, "task": {"type": "worker", "index": rank}} for rank in range(start.task.ranks)]
@@ -137,7 +139,10 @@ def _workers(start: Start) -> list[Command]:
 
 
 def _workers_and_server(start: Start) -> list[Command]:
-    """Start workers, a server and the coordinator; the last two are on the first host."""
+    """Return the commands of all workers, a parameter server and the coordinator.
+
+    The server and the coordinator run on the first host.
+    """
     _lay_out(start)
     ranks = start.task.ranks
     server, chief = (f"{start.address}:{start.port + ranks + number}" for number in (0, 1))
@@ -152,13 +157,13 @@ def _workers_and_server(start: Start) -> list[Command]:
 
 
 def _addresses(start: Start, ranks: int) -> list[str]:
-    """Return an address and a port for each rank, host by host."""
+    """Return the `address:port` of each rank, in rank order."""
     hosts = [host.address if host else "127.0.0.1" for host in start.places for _ in range(start.ranks_per_host)]
     return [f"{hosts[rank]}:{start.port + rank}" for rank in range(ranks)]
 
 
 def _lay_out(start: Start) -> None:
-    """Write samples, their order, first weights and settings to the folder that the scripts read."""
+    """Write the samples, their order, the initial weights and the settings to the run's folder."""
     from paceline.run.build import load_published, seed_all
 
     job = Job.load(start.folder / JOB)
@@ -196,8 +201,8 @@ def _about(start: Start, job: Job) -> dict[str, Any]:
     spec = job.optimizer
     arguments: dict[str, Any] = {"momentum": spec.momentum, "nesterov": spec.nesterov}
     if spec.name != "sgd":
-        # Keras adds epsilon before it corrects the second moment's bias, torch after it. A tenth is nearly equivalent
-        # over the first hundred steps
+        # Keras adds epsilon before the bias correction of the second moment, but torch adds it after the correction.
+        # In the first hundred steps, a tenth of torch's epsilon has nearly the same effect in Keras.
         arguments = {"beta_1": spec.betas[0], "beta_2": spec.betas[1], "epsilon": spec.eps / 10}
     if spec.name == "adamw":
         arguments["weight_decay"] = spec.weight_decay
@@ -240,7 +245,7 @@ PLAIN = System(
     commands=_alone,
     steps=steps_of_one,
 )
-# The losses of every system are compared with its losses.
+# The losses of every system are compared with the losses of this reference.
 REFERENCE = replace(PLAIN, name="reference", train=f"{_SCRIPTS}:reference")
 DDP = System(
     name="ddp",
@@ -255,7 +260,7 @@ FSDP = System(
     documentation="https://docs.pytorch.org/tutorials/intermediate/FSDP_tutorial.html",
     train=f"{_SCRIPTS}:fsdp",
     tuned={"reshard_after_forward": False},
-    takes_channels_last=False,  # it refuses parameters that are not contiguous
+    takes_channels_last=False,  # FSDP2 refuses parameters that are not contiguous
 )
 ACCELERATE = System(
     name="accelerate",
@@ -280,7 +285,7 @@ DEEPSPEED = System(
     train=f"{_SCRIPTS}:deepspeed",
     requirements=["build.txt", "deepspeed.txt"],
     tuned={"zero_optimization": {"stage": 0}},
-    takes_channels_last=False,  # it fails when it broadcasts them
+    takes_channels_last=False,  # DeepSpeed fails when it broadcasts channels-last parameters
 )
 HOROVOD = System(
     name="horovod",
@@ -291,7 +296,7 @@ HOROVOD = System(
     one_machine="its launcher starts ranks on other hosts by ssh, which emulated hosts lack",
     is_killed=False,  # see benchmarks/faults.py
     requirements=["build.txt", "horovod.txt"],
-    takes_channels_last=False,  # it refuses tensors that are not contiguous
+    takes_channels_last=False,  # Horovod refuses tensors that are not contiguous
     build_environment=_GCC,
 )
 RAY_TRAIN = System(

@@ -1,4 +1,4 @@
-"""Models of paceline's zoo in Keras; torch's weights are converted by name and layout."""
+"""Keras versions of models from paceline's zoo, which start with weights from torch."""
 
 from __future__ import annotations
 
@@ -15,13 +15,16 @@ Layers = tf.keras.layers
 
 
 def mlp(weights: Weights, args: dict[str, Any]) -> Any:
-    """`mlp`: images (n, 28, 28, 1) to logits."""
+    """Build the model `mlp`, which maps images of shape (n, 28, 28, 1) to logits."""
     model = tf.keras.Sequential([Layers.Flatten(), _dense(weights, "1", "relu"), _dense(weights, "3")])
     return _built(model, (1, 28, 28, 1), {"1": 1, "3": 2}, weights)
 
 
 def cifar_cnn(weights: Weights, args: dict[str, Any]) -> Any:
-    """`cifar_cnn`: images (n, 32, 32, 3) to logits. Features are flattened in channels-last order."""
+    """Build the model `cifar_cnn`, which maps images of shape (n, 32, 32, 3) to logits.
+
+    The rows of the first dense layer are reordered, since Keras flattens features in channels-last order.
+    """
     model = tf.keras.Sequential(
         [
             Layers.Conv2D(16, 3, padding="same", activation="relu"),
@@ -38,9 +41,9 @@ def cifar_cnn(weights: Weights, args: dict[str, Any]) -> Any:
 
 
 class GPT(tf.keras.Model):
-    """`gpt` without dropout: tokens (n, t) to logits (n, t, vocab).
+    """Model `gpt` without dropout, which maps tokens of shape (n, t) to logits of shape (n, t, vocab).
 
-    The head shares the embedding's weight.
+    The output layer and the token embedding share one weight matrix.
     """
 
     def __init__(self, weights: Weights, args: dict[str, Any]) -> None:
@@ -59,7 +62,7 @@ class GPT(tf.keras.Model):
         return tf.einsum("nth,vh->ntv", self.norm(x), self.token_weights)
 
     def carry(self, weights: Weights) -> None:
-        """Load torch's weights."""
+        """Load torch's weights into all layers."""
         self.token_weights.assign(weights["tokens.weight"])
         self.position_weights.assign(weights["positions.weight"])
         _set(self.norm, weights, "norm")
@@ -81,7 +84,7 @@ class _Block(Layers.Layer):  # type: ignore[name-defined]
         self.down = _dense(weights, f"{name}.mlp.2")
 
     def call(self, x: Any) -> Any:
-        """Map (n, t, hidden) to (n, t, hidden)."""
+        """Transform activations of shape (n, t, hidden) into activations of the same shape."""
         x = x + self._attention(self.attention_norm(x))
         return x + self.down(self.up(self.mlp_norm(x)))
 
@@ -95,7 +98,7 @@ class _Block(Layers.Layer):  # type: ignore[name-defined]
         return self.out(tf.reshape(tf.transpose(mixed, (0, 2, 1, 3)), (-1, length, hidden)))
 
     def carry(self, weights: Weights, name: str) -> None:
-        """Load torch's weights."""
+        """Load torch's weights of the block with a given name."""
         _set(self.attention_norm, weights, f"{name}.attention_norm")
         _set(self.query_key_value, weights, f"{name}.attention.query_key_value")
         _set(self.out, weights, f"{name}.attention.out")
@@ -105,7 +108,7 @@ class _Block(Layers.Layer):  # type: ignore[name-defined]
 
 
 def gpt(weights: Weights, args: dict[str, Any]) -> Any:
-    """Build `gpt` with torch's weights."""
+    """Build the model `gpt` and load torch's weights."""
     model = GPT(weights, args)
     model(np.zeros((1, int(args.get("context", 128))), np.int64))
     model.carry(weights)
@@ -117,7 +120,7 @@ def _dense(weights: Weights, name: str, activation: Any = None) -> Any:
 
 
 def _built(model: Any, shape: tuple[int, ...], places: dict[str, int], weights: Weights) -> Any:
-    """Build the model for its input, and copy torch's weights into the corresponding layers."""
+    """Build the model for inputs of a shape, and copy torch's weights into its layers."""
     model.build(shape)
     for name, place in places.items():
         _set(model.layers[place], weights, name)
@@ -125,7 +128,10 @@ def _built(model: Any, shape: tuple[int, ...], places: dict[str, int], weights: 
 
 
 def _set(layer: Any, weights: Weights, name: str) -> None:
-    """Set torch's weight and bias: (out, in) becomes (in, out), (out, in, h, w) becomes (h, w, in, out)."""
+    """Set a layer's weight and bias from torch.
+
+    A weight of shape (out, in) is transposed to (in, out), and (out, in, h, w) to (h, w, in, out).
+    """
     weight = weights[f"{name}.weight"]
     axes = {1: (0,), 2: (1, 0), 4: (2, 3, 1, 0)}[weight.ndim]
     layer.set_weights([weight.transpose(axes), weights[f"{name}.bias"]])

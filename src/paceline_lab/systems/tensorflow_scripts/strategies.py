@@ -1,6 +1,6 @@
-"""Strategies of tf.distribute as in TensorFlow's guides: `python strategies.py STRATEGY FOLDER`.
+"""Training with tf.distribute as in TensorFlow's guides: `python strategies.py STRATEGY FOLDER`.
 
-`table.py` writes the job to the folder as arrays and settings.
+Before a script starts, `table.py` writes the job's data, weights and settings to the folder.
 """
 
 from __future__ import annotations
@@ -19,15 +19,16 @@ os.environ["CUDA_VISIBLE_DEVICES"] = "-1"
 import numpy as np
 import tensorflow as tf
 
-BLOCK = 10  # steps whose updates are in flight at once
+BLOCK = 10  # number of steps that are scheduled together
 
 
 class Work:
-    """A job, and the record of its steps.
+    """A job for TensorFlow, and the record of its steps.
 
     Attributes:
-        ranks: number of replicas; `batch`: samples of all replicas in a step.
-        order: order of the samples, shape (steps, batch); the i-th part of a row belongs to the i-th replica.
+        ranks: number of replicas.
+        batch: global batch size, in samples of all replicas together.
+        order: sample indices of each step, shape (steps, batch); each replica trains on an equal slice of each row.
     """
 
     def __init__(self) -> None:
@@ -49,7 +50,11 @@ class Work:
             return MODELS[self.about["model"]](dict(held), self.about["args"])
 
     def optimizer(self, updates: int = 1) -> Any:
-        """Build the job's optimizer with its schedule; one step may contain several updates."""
+        """Build the job's optimizer with its learning-rate schedule.
+
+        Args:
+            updates: number of optimizer updates per training step.
+        """
         rates = tf.constant(self.about["rates"], tf.float32)
 
         class Schedule(tf.keras.optimizers.schedules.LearningRateSchedule):
@@ -60,35 +65,35 @@ class Work:
         return made(learning_rate=Schedule(), **self.about["optimizer_args"])
 
     def dataset(self, order: Any) -> Any:
-        """Return batches of the samples in the rows of an order."""
+        """Return a data set with one batch for each row of sample indices."""
         inputs, target = tf.constant(self.inputs), tf.constant(self.target)
         rows = tf.data.Dataset.from_tensor_slices(order)
         return rows.map(lambda row: (tf.gather(inputs, row), tf.gather(target, row))).prefetch(2)
 
     def part(self, rank: int) -> Any:
-        """Return a replica's part of the order."""
+        """Return the sample indices of one replica, shape (steps, batch / replicas)."""
         each = self.batch // self.ranks
         return self.order[:, rank * each : (rank + 1) * each]
 
     def loss(self, output: Any, target: Any) -> Any:
-        """Return the sum of a replica's cross-entropies over the size of the whole batch."""
+        """Return the sum of a replica's cross-entropy losses, divided by the global batch size."""
         each = tf.nn.sparse_softmax_cross_entropy_with_logits(labels=target, logits=output)
         return tf.reduce_mean(each) / self.ranks
 
     def took(self, loss: float, ended_s: float | None = None) -> None:
-        """Record a step; its end is now unless another time is given."""
+        """Record the loss and the end time of a step; the end time is now if none is given."""
         self._losses.append(float(loss))
         self._ended_s.append(time.time() if ended_s is None else ended_s)
 
     def write(self, rank: int = 0) -> None:
-        """Write the record of the steps."""
+        """Write the recorded losses and times to the folder."""
         part = self.folder / f"rank-{rank}.part"
         part.write_text(json.dumps({"losses": self._losses, "ended_s": self._ended_s}))
         part.rename(self.folder / f"rank-{rank}.json")
 
 
 def mirrored(work: Work) -> None:
-    """MirroredStrategy: train with a replica on each logical CPU device."""
+    """Train with MirroredStrategy, with one replica on each logical CPU device."""
     devices = [tf.config.LogicalDeviceConfiguration() for _ in range(work.ranks)]
     tf.config.set_logical_device_configuration(tf.config.list_physical_devices("CPU")[0], devices)
     train(work, tf.distribute.MirroredStrategy([f"/cpu:{number}" for number in range(work.ranks)]))
@@ -96,7 +101,7 @@ def mirrored(work: Work) -> None:
 
 
 def multiworker(work: Work) -> None:
-    """MultiWorkerMirroredStrategy: train as one of the workers that TF_CONFIG names."""
+    """Train with MultiWorkerMirroredStrategy, as the worker that TF_CONFIG specifies."""
     train(work, tf.distribute.MultiWorkerMirroredStrategy())
     work.write(json.loads(os.environ["TF_CONFIG"])["task"]["index"])
 
@@ -123,7 +128,7 @@ def train(work: Work, strategy: Any) -> None:
     def part(context: Any) -> Any:
         if context.num_input_pipelines > 1:
             return work.dataset(work.part(context.input_pipeline_id))
-        parts = work.order.reshape(-1, work.batch // work.ranks)  # each replica takes the next part
+        parts = work.order.reshape(-1, work.batch // work.ranks)  # each replica reads the next slice in turn
         return work.dataset(parts)
 
     for batch in strategy.distribute_datasets_from_function(part):
@@ -131,7 +136,7 @@ def train(work: Work, strategy: Any) -> None:
 
 
 def server(work: Work) -> None:
-    """ParameterServerStrategy: run as the chief of TF_CONFIG, or as a worker or server until killed.
+    """Train with ParameterServerStrategy as the chief, or serve as a worker or server until killed.
 
     Workers update asynchronously, so the losses differ from those of the synchronous strategies.
     """
@@ -145,7 +150,7 @@ def server(work: Work) -> None:
 
 
 def coordinate(work: Work) -> None:
-    """Schedule an update for each part of a batch, and read the losses in order."""
+    """Schedule one update for each worker's slice of a batch, and record the losses in order."""
     strategy = tf.distribute.ParameterServerStrategy(tf.distribute.cluster_resolver.TFConfigClusterResolver())
     coordinator = tf.distribute.coordinator.ClusterCoordinator(strategy)
     with strategy.scope():
@@ -156,7 +161,7 @@ def coordinate(work: Work) -> None:
     def step(iterator: Any) -> Any:
         def update(inputs: Any, target: Any) -> Any:
             with tf.GradientTape() as tape:
-                loss = work.loss(model(inputs), target) * work.ranks  # mean over its own samples only
+                loss = work.loss(model(inputs), target) * work.ranks  # mean over the worker's own samples only
             gradients = tape.gradient(loss, model.trainable_variables)
             optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
             return loss
@@ -167,7 +172,7 @@ def coordinate(work: Work) -> None:
         return work.dataset(work.order.reshape(-1, work.batch // work.ranks)).repeat()
 
     iterator = iter(coordinator.create_per_worker_dataset(parts))
-    coordinator.schedule(step, args=(iterator,))  # the first call traces the function
+    coordinator.schedule(step, args=(iterator,))  # the first call traces the function, which is not timed
     coordinator.join()
     for done in range(0, work.steps, BLOCK):
         taken = min(BLOCK, work.steps - done)
