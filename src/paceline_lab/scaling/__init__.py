@@ -1,1 +1,1 @@
-"""Benchmarks: one job under several plans, in interleaved rounds, with intervals and limits."""
+"""Benchmarks that run one job under several plans in interleaved rounds."""

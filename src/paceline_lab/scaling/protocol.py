@@ -1,6 +1,6 @@
-"""`paceline_lab.bench`: one job under several settings, run in interleaved rounds.
+"""`paceline_lab.bench`: run one job under several settings in interleaved rounds.
 
-Because of the rounds, any drift of the machine affects all settings alike.
+Since every round runs all settings, a slow change of the machine's speed affects all settings alike.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from paceline_lab.scaling.summary import REPORT, BenchmarkDirectory, FinishedRun
 from paceline_lab.scaling.table import caveats, limits_of
 
 T = TypeVar("T")
-BENCHES = Path("bench")  # under the current directory, if no other directory is given
+BENCHES = Path("bench")  # default parent of benchmark directories, relative to the current directory
 
 
 def bench(
@@ -51,28 +51,28 @@ def bench(
     out: str | Path | None = None,
     console: Console | None = None,
 ) -> Report:
-    """Measure how a job scales, in interleaved runs on one device and on several.
+    """Measure how a job scales, in interleaved runs on one device and on several devices.
 
-    The result is saved in `out`.
+    The result is saved in the directory `out`.
 
     Args:
-        job: a `Job`, its YAML file, or the file's URL.
-        plans: one or more additional plans to measure, each a `Plan` or its text; the plan that `auto` chooses is
+        job: a `Job`, or the path or URL of its YAML file.
+        plans: one or more additional plans to measure, each a `Plan` or a string. The plan that `auto` chooses is
             always measured.
-        cluster: a `Cluster`, or its YAML file; None is this machine.
-        devices: device counts to compare; None is 1 and all. One device is always measured, since every speedup is
-            relative to it.
-        repeat: number of runs of every setting.
-        steps: number of steps of every run. None trains to the target in the job's stop rule, or for 60 steps if it has
-            no target.
-        weak: also measure N devices with N times the global batch.
-        out: directory of the benchmark, or its URL in an object store. A benchmark that was started there with the same
-            arguments is continued. None creates `bench/<job>-<time>`.
-        console: where progress is shown; None is stderr.
+        cluster: a `Cluster`, or the path of its YAML file. None uses this machine.
+        devices: device counts to compare. None compares one device with all devices. One device is always measured,
+            since every speedup is relative to one device.
+        repeat: number of runs of each setting.
+        steps: number of steps of each run. None trains to the target in the job's stop rule, or for 60 steps if the job
+            has no target.
+        weak: whether to also measure weak scaling, which trains N devices with N times the global batch.
+        out: directory of the benchmark, or a URL in an object store. If the directory contains a benchmark with the
+            same arguments, that benchmark is continued. None creates `bench/<job>-<time>`.
+        console: console that shows progress; None uses stderr.
 
     Raises:
         PacelineError: the job, a plan or the directory is invalid, or every run failed.
-        KeyboardInterrupt: SIGINT or SIGTERM was received. The measurements so far are kept, with a report.
+        KeyboardInterrupt: SIGINT or SIGTERM was received. All finished runs are kept, with a report.
     """
     console = console or SafeConsole(stderr=True, soft_wrap=True)
     with kept_at(out, partial(console.print, highlight=False, markup=False)) as where:
@@ -100,12 +100,12 @@ def bench(
 
 
 class Benchmark:
-    """A benchmark in its directory. Takes the arguments of `bench`.
+    """A benchmark and its directory. The arguments are those of `bench`.
 
     Attributes:
-        path: the directory.
-        failures: the error of each setting that could not be run, by its title.
-        stopped_by: the name of the signal that stopped the benchmark; None if no signal did.
+        path: directory of the benchmark.
+        failures: error messages of the settings that could not be run, by title of the setting.
+        stopped_by: name of the signal that stopped the benchmark, such as `SIGINT`; None without a signal.
     """
 
     def __init__(
@@ -151,11 +151,15 @@ class Benchmark:
         self.path = out if out is not None else BENCHES / f"{self.job.name}-{time.strftime('%Y%m%d-%H%M%S')}"
         self.failures: dict[str, str] = {}
         self.stopped_by: str | None = None
-        self._took_s: dict[str, float] = {}  # duration of the newest run of each setting, including its start
+        self._took_s: dict[
+            str, float
+        ] = {}  # duration of the latest run of each setting in seconds, including its start
         self.directory = BenchmarkDirectory(self.path)
         several = [plans] if isinstance(plans, Plan | str) else plans
         settings = partial(settings_for, self.job, self.cluster, plans=several, devices=devices, steps=steps, weak=weak)
-        settings(auto_plan(self.job, self.cluster))  # settings that cannot run are reported before any measurement
+        settings(
+            auto_plan(self.job, self.cluster)
+        )  # raise errors about settings that cannot run before the first measurement
         self._say(self.cluster.describe())
         self.auto, self.tried, self.reason = self._auto()
         self.settings = settings(self.auto)
@@ -163,9 +167,9 @@ class Benchmark:
         self.runs = self.directory.finished(self.settings)
 
     def run(self) -> Report | None:
-        """Make the missing runs and write `report.json`; None if there is nothing to report.
+        """Perform the missing runs and write `report.json`. Return None if no run has finished.
 
-        After a failed run, its error is shown and its setting is skipped from then on. A signal ends the benchmark.
+        If a run fails, its error is shown and its setting is skipped in later rounds. A signal ends the benchmark.
         """
         self._say(self._intention())
         with StopSignals() as signals:
@@ -182,7 +186,7 @@ class Benchmark:
         return report
 
     def report(self) -> Report | None:
-        """Return the report of the finished runs; None before the first."""
+        """Return the report of all finished runs; None if no run has finished."""
         runs = self.runs
         settings = [s for s in self.settings if runs[s.key]]
         if not settings:
@@ -221,9 +225,9 @@ class Benchmark:
     # Settings to measure
 
     def _auto(self) -> tuple[Plan, list[Trial], str]:
-        """Return the plan that `train` would choose, the plans that were tried, and the reason.
+        """Return the plan that `auto` chooses, the plans that it tried, and the reason for its choice.
 
-        A continued benchmark keeps its original plan.
+        If the benchmark is continued, its original plan is kept.
         """
         if before := self.directory.begun_with():
             return before
@@ -244,7 +248,7 @@ class Benchmark:
         }
 
     def _missing(self) -> list[tuple[int, Setting]]:
-        """Return the remaining runs, in order."""
+        """Return the round and the setting of each remaining run, in order."""
         done = {(run.round, key) for key, runs in self.runs.items() for run in runs}
         return [(round_, s) for round_, s in rounds(self.settings, self.repeat) if (round_, s.key) not in done]
 
@@ -258,7 +262,7 @@ class Benchmark:
     # One run
 
     def _measure(self, setting: Setting, round_: int) -> None:
-        if self.console.is_terminal:  # the line about the finished run replaces it
+        if self.console.is_terminal:  # the line about the finished run replaces this line
             self.console.print(f"{self._place()} · {self._title(setting)} …", end="\r", highlight=False, markup=False)
         path = self.directory.new_run(setting, round_)
         started, load = time.monotonic(), OtherLoad(self.cluster.hosts[0])
@@ -273,7 +277,7 @@ class Benchmark:
             if self._was_stopped(path):
                 return
             result = finished(run, setting, round_, str(path.relative_to(self.path)), load.busy_cores())
-        except SystemExit:  # a second Ctrl-C killed the ranks
+        except SystemExit:  # raised after a second Ctrl-C has killed the ranks
             self.stopped_by = "SIGINT"
         except PacelineError as error:
             if not self._was_stopped(path):
@@ -283,14 +287,14 @@ class Benchmark:
                     cause += f"\n{below(frames, f'failed-{len(self.failures)}', self.path)}"
                 self._say(f"{self._title(setting)}: failed, and will be left out:\n{cause}", style="red")
         else:
-            # benchmark runs are never resumed, and many checkpoints fill a disk
+            # benchmark runs are never resumed, so their checkpoints only use disk space
             shutil.rmtree(run.checkpoints)
             self.directory.add(result)
             self.runs[setting.key].append(result)
             self._tell(setting, result, time.monotonic() - started)
 
     def _was_stopped(self, run: Path) -> bool:
-        """True if the launcher recorded that a signal ended the run."""
+        """Return True if a run's events include a signal that stopped the run."""
         stops = [event["signal"] for event in read_lines(run / "events.jsonl") if event["event"] == "stop"]
         self.stopped_by = stops[0] if stops else None
         return bool(stops)
@@ -318,9 +322,9 @@ class Benchmark:
 
 
 def rounds(settings: Sequence[T], repeat: int) -> Iterator[tuple[int, T]]:
-    """Return every setting once per round, in rotated order.
+    """Return each setting once per round, with its round; the order rotates between rounds.
 
-    The order is A B C, B C A, C A B, …
+    The order of three settings is A B C, B C A, C A B, and so on.
     """
     for round_ in range(repeat if settings else 0):
         first = round_ % len(settings)

@@ -1,7 +1,7 @@
-"""Settings and results of a benchmark as plain values: `report.json`.
+"""Settings and results of a benchmark as plain values, which are stored in `report.json`.
 
-A benchmark runs one job on 1 and N devices, and with other plans. N devices have the same global batch (strong scaling)
-or the same batch per device (weak scaling).
+A benchmark runs one job on 1 and on N devices, and with other plans. Strong scaling keeps the global batch constant.
+Weak scaling keeps the batch per device constant.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ from paceline.stats import Interval
 from paceline.units import count, rate
 
 Scaling = Literal["strong", "weak"]
-AUTO = "auto: "  # prefix of the label of the setting with the plan that `auto` chose
+AUTO = "auto: "  # label prefix of the setting whose plan `auto` chose
 
 
 @dataclass(frozen=True)
 class RankUse:
-    """One rank's use of time and resources in a step: medians over all repeats.
+    """Time and resources that one rank uses in a step, as medians over all repeats.
 
-    Only measured steps count.
+    Warm-up steps are not included.
 
     Attributes:
-        parts_s: seconds of a step by part, named as in `paceline.engine.meter.PARTS`; they sum to the step.
-        figures: values of the measured entries of `paceline.report.figures.RANK_FIGURES`, by name.
+        parts_s: seconds of each part of a step, by name in `paceline.engine.meter.PARTS`. The sum is the step time.
+        figures: measured values by their name in `paceline.report.figures.RANK_FIGURES`.
     """
 
     parts_s: dict[str, float]
@@ -52,7 +52,7 @@ class RankUse:
 
 @dataclass(frozen=True)
 class Curve:
-    """Losses of one run: at each step, with seconds of training and samples so far."""
+    """Loss curve of one run: steps, with the elapsed seconds, the samples so far and the loss of each."""
 
     steps: list[int]
     seconds: list[float]
@@ -62,28 +62,27 @@ class Curve:
 
 @dataclass(frozen=True)
 class MeasuredSetting:
-    """One way to run the job, over all its repeats.
+    """Result of one setting of a benchmark, over all its repeats.
 
     Attributes:
-        label: label for tables and legends, e.g. `1 device` or `2 devices`, or the plan if several plans use that many
+        label: label for tables and legends, such as `2 devices`, or the plan if several plans use the same number of
             devices.
-        scaling: `strong` uses the job's global batch, `weak` the same batch per device as on one device. One device
-            counts as both.
+        scaling: `strong` uses the job's global batch. `weak` multiplies the global batch by the number of devices. One
+            device is the baseline of both.
         global_batch: samples per optimizer step.
-        step_time_s: median step time of each repeat, without warm-up; their median and interval.
-        throughput: samples per second = global batch / step time.
-        training_time_s: time from the first step to the stop rule.
-        time_to_target_s: the same, if the job has a target and every repeat reached it.
-        speedup: T1 / TN of the same scaling; None for one device. For weak scaling, N * T1 / TN, since a step has N
-            times the samples.
-        is_speedup: whether the intervals of the compared times do not overlap; otherwise the difference is not
-            significant.
-        efficiency: speedup / devices.
-        energy_joules: energy per step of all ranks; None if the machine does not report it.
-        runs: the run directories, relative to the benchmark's directory.
-        pairs: speedup of each repeat over the one-device run of the same round.
-        final_loss: median over the repeats of the mean training loss of the last steps; None if it was not finite.
-        rounds_s: step time in each round; None if a round has no run of this setting.
+        step_time_s: median and interval over the repeats of each repeat's median step time, without warm-up steps.
+        throughput: samples per second, computed as global batch / step time.
+        training_time_s: seconds from the first step until the stop rule ends the run; None if the number of steps is
+            fixed.
+        time_to_target_s: seconds from the first step to the job's target; None if any repeat did not.
+        speedup: time on one device / time on N devices; None for one device. Weak scaling compares times per sample.
+        is_speedup: True if the compared times differ significantly, that is, if their intervals do not overlap.
+        efficiency: speedup divided by the number of devices.
+        energy_joules: energy that all ranks together use per step; None if the machine does not report energy.
+        runs: paths of the run directories, relative to the benchmark's directory.
+        pairs: speedup of each repeat compared with the one-device run of the same round.
+        final_loss: mean training loss of the last steps, as the median over the repeats; None if a loss was not finite.
+        rounds_s: step time in each round, in seconds; None for a round without a run of this setting.
     """
 
     label: str
@@ -120,18 +119,18 @@ class MeasuredSetting:
 
 @dataclass(frozen=True)
 class Report:
-    """A benchmark of one job on one machine.
+    """Report of a benchmark of one job on one machine.
 
     Attributes:
-        settings: one per plan, device count and scaling, in the requested order; the one-device setting first.
-        limits: two or three sentences on the findings and on what limits the scaling.
-        warnings: reasons why the figures are less certain (load on the machine, few repeats, an interrupted benchmark).
-        tried: plans and settings that `auto` predicted or measured; empty if it tried none.
-        reason: why `auto` chose its plan, in words.
-        complete: whether every repeat of every setting was measured.
-        auto: the plan that `auto` chose, as written in a setting; empty in files without this field.
-        auto_as_told: the same plan as `paceline train` prints it, without keys that have their default value.
-        kind: torch's type of the devices (`cpu` for cores); None in files without this field.
+        settings: results by plan, device count and scaling, in the requested order; the one-device setting is first.
+        limits: sentences on the speedup and on what limits the scaling.
+        warnings: reasons why the figures are less certain, such as other load on the machine or few repeats.
+        tried: plans and tunable settings that `auto` predicted or measured; empty if `auto` tried none.
+        reason: sentence that explains why `auto` chose its plan.
+        complete: True if all repeats of all settings were measured.
+        auto: plan that `auto` chose, spelled as in the settings; empty if an older file lacks this field.
+        auto_as_told: plan that `auto` chose, as `paceline train` prints it, without keys that have their default value.
+        kind: torch's device type, which is `cpu` for CPU cores; None if an older file lacks this field.
     """
 
     job: str
@@ -159,30 +158,30 @@ class Report:
         return f"<Report of {self.job} on {self.cluster}: {speeds}>"
 
     def _repr_html_(self) -> str:
-        """Return bars and a table of all settings, for notebooks."""
+        """Return a bar chart and a table of all settings as HTML for notebooks."""
         from paceline_lab.report.notebook import report_html
 
         return report_html(self)
 
     @property
     def of_auto(self) -> MeasuredSetting | None:
-        """The setting with the plan that `auto` chose; None if it was not measured."""
+        """Setting with the plan that `auto` chose; None if this plan was not measured."""
         return next((s for s in self.settings if s.plan == self.auto and s.scaling == "strong"), None)
 
     @property
     def on_cores(self) -> bool:
-        """True if the ranks had no accelerators, so that devices are cores."""
+        """True if the ranks had no accelerators; a device is then a CPU core."""
         if self.kind is not None:
             return self.kind == CPU
         return not any(rank.figures.get("gpu_memory_bytes") for setting in self.settings for rank in setting.ranks)
 
     def to_json(self) -> str:
-        """Return the report as JSON that `load` can read."""
+        """Return the report as JSON text, which `load` can read from a file."""
         return json.dumps(dataclasses.asdict(self), indent=1)
 
     @classmethod
     def load(cls, file: Path) -> Report:
-        """Read a report.
+        """Read a report from a JSON file.
 
         Raises:
             RunError: the file is missing or is not a report.
@@ -198,15 +197,17 @@ class Report:
             ) from error
 
 
-DEFAULT_STEPS = 60  # of a run that is not trained to a target
+DEFAULT_STEPS = 60  # number of steps of a run that has no target
 ONE = "1-device"
 
 
 @dataclass(frozen=True)
 class Setting:
-    """One way to run the job. `key` names its runs.
+    """One combination of plan, device count and batch with which a benchmark runs the job.
 
-    `steps`: number of steps; None trains until the job's own stop rule.
+    Attributes:
+        key: identifier of the setting in the records of its runs.
+        steps: number of steps of each run; None trains until the job's stop rule ends the run.
     """
 
     key: str
@@ -223,10 +224,10 @@ class Setting:
         return f"{self.label}, weak" if self.scaling == "weak" else self.label
 
     def job(self, job: Job) -> Job:
-        """Return the job as this setting runs it.
+        """Return the job with the global batch and the steps of this setting.
 
-        Weak scaling changes the global batch but not the learning rate: it measures speed only. Benchmark runs are not
-        logged to trackers.
+        Weak scaling does not change the learning rate, since it measures speed only. Benchmark runs are not logged to
+        trackers.
         """
         changes: dict[str, object] = {"global_batch": self.global_batch, "trackers": ()}
         if self.steps is not None:
@@ -235,7 +236,7 @@ class Setting:
 
 
 def target_of(job: Job) -> str | None:
-    """Return the loss or metrics in the job's stop rule as text, or None."""
+    """Return the target losses and metrics in the job's stop rule as text; None if there are none."""
     rules = [] if job.stop.loss_below is None else [f"loss < {job.stop.loss_below:g}"]
     rules += [f"{name} > {value:g}" for name, value in job.stop.metric_above.items()]
     rules += [f"{name} < {value:g}" for name, value in job.stop.metric_below.items()]
@@ -252,21 +253,20 @@ def settings_for(
     steps: int | None,
     weak: bool,
 ) -> list[Setting]:
-    """List the settings of the fixed layout, strong and weak, and of other plans.
+    """List the settings of a benchmark: the fixed layout on each device count, and all other plans.
 
     Args:
-        auto: the plan that `auto` chose. It gets its own setting, unless the layout already has this plan or the plan
-            uses a number of devices that was not requested. The fixed layout is this plan with `dp=N` and, without
-            GPUs, one thread per device.
-        plans: plans with their own settings, run as with `paceline train --plan`.
-        devices: the values of N; None is 1 and all. One device is always measured, since every speedup is relative to
-            it.
-        steps: number of steps of every run; None trains to the job's target, or for 60 steps if it has no target.
+        auto: plan that `auto` chose. The fixed layout is this plan with `dp=N` and, on CPUs, one thread per device. The
+            plan gets its own setting if it differs from the fixed layout and uses a requested number of devices.
+        plans: additional plans, each of which gets its own setting and runs as with `paceline train --plan`.
+        devices: device counts N to measure. None measures one device and all devices. One device is always measured,
+            since every speedup is relative to one device.
+        steps: number of steps of each run. None trains to the job's target, or for 60 steps if the job has no target.
         weak: whether to measure weak scaling.
 
     Raises:
-        PlanError: a plan cannot run the job on the cluster, or a number of devices is invalid. The error lists every
-            reason.
+        PlanError: a plan cannot run the job on the cluster, or a number of devices is invalid. The error lists all
+            reasons.
     """
     counts = _device_counts(job, cluster, auto, devices)
     if steps is None and target_of(job) is None:
@@ -319,9 +319,9 @@ def _device_counts(job: Job, cluster: Cluster, base: Plan, devices: Sequence[int
 
 
 def _of_plan(plan: Plan | str, label: str, job: Job, cluster: Cluster, steps: int | None) -> Setting:
-    """Return the setting that runs a plan as `paceline train` does.
+    """Return the setting that runs a plan in the same way as `paceline train`.
 
-    Without GPUs, its number of devices is its total number of threads.
+    On CPUs, the number of devices of this setting is the total number of threads of all ranks.
     """
     parsed = spelled_out(plan_of(plan, job), cluster)
     devices = parsed.ranks * (1 if cluster.has_accelerators else parsed.threads)

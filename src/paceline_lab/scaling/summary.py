@@ -1,4 +1,4 @@
-"""Figures from run directories: results of one run, and of all repeats of a setting."""
+"""Results of a benchmark's runs: the figures of one run, and of all repeats of a setting."""
 
 from __future__ import annotations
 
@@ -33,22 +33,24 @@ from paceline.stats import Interval, differ, median_interval
 from paceline.storage.url import is_url
 from paceline_lab.scaling.result import Curve, MeasuredSetting, RankUse, Setting
 
-PROOF_STEPS = 60  # steps whose losses are compared between settings; later, rounding alone makes them diverge
-FINAL_STEPS = 10  # steps over which the last loss is averaged, since the loss of a single batch is noisy
+PROOF_STEPS = (
+    60  # number of first steps whose losses are compared between settings; later losses diverge by rounding alone
+)
+FINAL_STEPS = 10  # number of last steps whose losses are averaged, since the loss of a single batch is noisy
 _CURVE_POINTS = 300
 
 
 @dataclass(frozen=True)
 class FinishedRun:
-    """One run of a benchmark: a line of `measured.jsonl` with all data for the report.
+    """One run of a benchmark, stored as a line of `measured.jsonl`.
 
-    The run's directory is no longer needed after that.
+    The line contains all data that the report needs, so the run's directory may be deleted.
 
     Attributes:
-        samples: median number of samples of a step; below the global batch if the data set is smaller.
-        other_cores: cores that other processes kept busy during the run; None if the system does not report it.
-        losses: losses of the first 60 steps.
-        final_loss: mean of the last 10 steps; None if one of them was not finite.
+        samples: median number of samples per step, which is below the global batch if the data set is smaller.
+        other_cores: mean number of cores that other processes kept busy during the run; None if unknown.
+        losses: training loss of each of the first 60 steps.
+        final_loss: mean training loss of the last 10 steps; None if one of these losses was not finite.
     """
 
     setting: str
@@ -70,10 +72,10 @@ class FinishedRun:
 
 
 def finished(run: Run, setting: Setting, round_: int, name: str, other_cores: float | None) -> FinishedRun:
-    """Return the measurements of a run that has ended.
+    """Return the measurements of a finished run.
 
     Raises:
-        RunError: the run ended during warm-up, so no step counts.
+        RunError: the run ended during the warm-up steps, so no step was measured.
     """
     per_rank = [run.steps(rank) for rank in range(setting.plan.ranks)]
     steps = per_rank[0]
@@ -118,12 +120,11 @@ def measured(
     cores: int,
     tokens_per_sample: float | None = None,
 ) -> MeasuredSetting:
-    """Summarize all repeats of a setting, compared with one device.
-
-    `one` is empty if there is no one-device run to compare with.
+    """Summarize all repeats of a setting, and compare them with the runs on one device.
 
     Args:
-        cores: cores that paceline may use; other processes' work on the remaining cores costs nothing.
+        one: runs on one device; may be empty, and the result then has no speedup.
+        cores: number of cores that paceline may use, from which the effect of other load is estimated.
     """
     stolen = _stolen(runs, setting.devices, cores)
     step_time_s = _times([run.step_time_s for run in runs], stolen)
@@ -156,9 +157,9 @@ def measured(
 def _compared(
     result: MeasuredSetting, setting: Setting, runs: Sequence[FinishedRun], one: Sequence[FinishedRun], cores: int
 ) -> MeasuredSetting:
-    """Return the result with its speedup over one device.
+    """Return the result with its speedup compared with one device.
 
-    It compares training times if the job trains to its end, else times per sample.
+    If the runs train until the stop rule, the speedup compares training times. Otherwise it compares times per sample.
     """
     whole = setting.steps is None
     own, base = _comparable_times(runs, whole), _comparable_times(one, whole)
@@ -184,9 +185,9 @@ def _by_round(runs: Sequence[FinishedRun]) -> list[float | None]:
 
 
 def _comparable_times(runs: Sequence[FinishedRun], whole: bool) -> dict[int, float]:
-    """Return the seconds of the same amount of work, by round.
+    """Return the seconds that each round takes for the whole training, or else for one sample.
 
-    This is the whole training, or one sample: with weak scaling, the number of samples of a step differs.
+    Step times cannot be compared, since a step of weak scaling has more samples.
     """
     return {run.round: run.training_time_s if whole else run.step_time_s / run.samples for run in runs}
 
@@ -228,7 +229,7 @@ def _curve(steps: list[dict[str, Any]]) -> Curve:
 
 
 def _all_repeats(runs: Sequence[Sequence[RankUse]], step_times_s: Sequence[float]) -> list[RankUse]:
-    """Return each rank's use of resources over all repeats."""
+    """Combine each rank's use of time and resources over all repeats."""
     return [
         RankUse(typical([use.parts_s for use in uses], step_times_s), combined([use.figures for use in uses]))
         for uses in zip(*runs, strict=True)
@@ -240,15 +241,15 @@ def _median(values: Sequence[float | None]) -> float | None:
     return statistics.median(known) if known else None
 
 
-NOISE_CORES = 0.05  # background activity of an idle machine
+NOISE_CORES = 0.05  # number of cores kept busy by the background activity of an idle machine
 WARN_CORES = 0.1
 _MOST_STOLEN = 0.9
 
 
 class OtherLoad:
-    """Meter of CPU load by other processes since its creation.
+    """Meter of the CPU load that other processes cause after the meter is created.
 
-    It does not see load on GPUs.
+    Load on GPUs is not measured.
     """
 
     def __init__(self, host: Host) -> None:
@@ -257,21 +258,21 @@ class OtherLoad:
         self._all_s, self._own_s = self._busy_s(), _own_cpu_s()
 
     def busy_cores(self) -> float | None:
-        """Return the average number of cores kept busy by others.
+        """Return the mean number of cores that other processes keep busy; None if unknown.
 
-        It is None if the system does not report it. Only cores that paceline may use count. CPU time of this process
-        and its reaped children is subtracted; time that a hypervisor gave to other guests is included.
+        Only cores that paceline may use are counted. The CPU time of this process and its reaped children is
+        subtracted. Time that a hypervisor gives to other virtual machines is included.
         """
         passed_s = time.monotonic() - self._started
         all_s, own_s = self._busy_s() - self._all_s, _own_cpu_s() - self._own_s
-        if all_s < own_s / 2:  # the system reports something else, as some sandboxes do
+        if all_s < own_s / 2:  # some sandboxes report wrong CPU times
             return None
         return max(0.0, all_s - own_s) / passed_s
 
     def _busy_s(self) -> float:
-        """Return the busy seconds of the cores, without interrupts.
+        """Return the total seconds for which the cores were busy, without time in interrupts.
 
-        Interrupts belong to no process and mostly stem from paceline's own traffic.
+        Interrupts belong to no process, and most of them are caused by paceline's own network traffic.
         """
         times = psutil.cpu_times(percpu=True)
         if self.cores and max(self.cores) < len(times):
@@ -280,24 +281,25 @@ class OtherLoad:
 
 
 def stolen_share(other_cores: float | None, *, devices: int, cores: int) -> float:
-    """Bound a run's slowdown by other processes: the share of one core that they took.
+    """Return an upper bound on the fraction of a run's time that other processes cost.
 
-    All ranks wait for the slowest. Load that fits on the cores that the run leaves free costs nothing.
+    All ranks wait for the slowest rank, so the bound is the share of one core that other processes use. Load on cores
+    that the run leaves free costs nothing.
     """
     stolen = (other_cores or 0.0) - max(0, cores - devices)
     return min(stolen, _MOST_STOLEN) if stolen > NOISE_CORES else 0.0
 
 
 def undisturbed(time_s: Interval, stolen: float) -> Interval:
-    """Extend the interval of the time downwards by the stolen share.
+    """Lower the interval's lower end by the fraction of time that other processes may have cost.
 
-    Without other load, runs may have been shorter, but not longer. No measurement is discarded.
+    Without other load, the runs might have been shorter, but not longer. No measurement is discarded.
     """
     return Interval(time_s.low * (1 - stolen), time_s.middle, time_s.high)
 
 
 def _own_cpu_s() -> float:
-    # The forkserver, the parent of the ranks, is reaped only at the end.
+    # The forkserver is the parent of the ranks and is reaped only at the end, so its CPU time is added.
     times = os.times()
     children = resource.getrusage(resource.RUSAGE_CHILDREN)
     return times.user + times.system + children.ru_utime + children.ru_stime + cpu_s()
@@ -308,11 +310,11 @@ PROTOCOL, MEASURED, REPORT = "protocol.json", "measured.jsonl", "report.json"
 
 @contextmanager
 def kept_at(out: str | Path | None, say: Callable[[str], object]) -> Iterator[Path | None]:
-    """Open the directory of a benchmark; a URL is uploaded while the block runs.
+    """Open the directory of a benchmark. If `out` is a URL, the files are uploaded while the block runs.
 
     Raises:
-        RunError: the directory contains a run, another process measures there, or the final upload is incomplete.
-        StorageError: the store cannot be used.
+        RunError: the directory contains a run, another benchmark uses it, or the final upload is incomplete.
+        StorageError: the object store cannot be used.
     """
     if not is_url(out):
         yield None if out is None else Path(out)
@@ -326,10 +328,10 @@ def kept_at(out: str | Path | None, say: Callable[[str], object]) -> Iterator[Pa
 
 
 class BenchmarkDirectory:
-    """Directory of a benchmark, from which an interrupted benchmark continues.
+    """Directory of a benchmark, in which an interrupted benchmark can be continued.
 
     Raises:
-        RunError: `path` is not empty, and not a benchmark.
+        RunError: `path` is not empty and does not contain a benchmark.
     """
 
     def __init__(self, path: Path) -> None:
@@ -354,10 +356,10 @@ class BenchmarkDirectory:
             )
 
     def begun_with(self) -> tuple[Plan, list[Trial], str] | None:
-        """Return the plan of `auto`, its trials and its reason, if a benchmark exists here.
+        """Return the plan that `auto` chose, its trials and its reason; None if there is no benchmark here.
 
         Raises:
-            RunError: the files do not belong to a benchmark.
+            RunError: the files in the directory do not belong to a benchmark.
         """
         if self.protocol is None:
             return None
@@ -373,11 +375,11 @@ class BenchmarkDirectory:
             ) from error
 
     def begin(self, protocol: dict[str, Any]) -> None:
-        """Begin with `protocol`, or continue a benchmark that was started with the same protocol.
+        """Start a benchmark with a protocol, or continue a benchmark that has the same protocol.
 
         Raises:
-            RunError: the existing benchmark measures something else, or nothing can be written. The error lists every
-                difference.
+            RunError: the existing benchmark has another protocol, or the directory is not writable. The error lists all
+                differences.
         """
         protocol = json.loads(json.dumps(protocol))
         if self.protocol is None:
@@ -401,7 +403,7 @@ class BenchmarkDirectory:
             )
 
     def finished(self, settings: Sequence[Setting]) -> dict[str, list[FinishedRun]]:
-        """Return the measured runs by setting, in the order of their rounds."""
+        """Return the finished runs of each setting, in the order of their rounds."""
         found: dict[str, list[FinishedRun]] = {setting.key: [] for setting in settings}
         try:
             for line in read_lines(self.path / MEASURED):
@@ -417,13 +419,13 @@ class BenchmarkDirectory:
         return {key: sorted(runs, key=lambda run: run.round) for key, runs in found.items()}
 
     def new_run(self, setting: Setting, round_: int) -> Path:
-        """Return the directory of a new run; remove the files of an unfinished one."""
+        """Return the directory of a new run, after removing any files of an unfinished run."""
         path = self.path / "runs" / f"{setting.key}-r{round_ + 1}"
         shutil.rmtree(path, ignore_errors=True)
         return path
 
     def add(self, run: FinishedRun) -> None:
-        """Save a finished run."""
+        """Append a finished run to `measured.jsonl`."""
         lines = JsonLines(self.path / MEASURED)
         lines.write(json.dumps(dataclasses.asdict(run)))
         lines.close()

@@ -1,6 +1,6 @@
-"""Text of a report: tables, named numbers, and what limits the scaling.
+"""Text of a benchmark's report: tables, named numbers, and sentences on what limits the scaling.
 
-A plan or a batch is recommended only if the interval of its measured gain excludes zero.
+A plan or a batch size is recommended only if the interval of its measured gain excludes zero.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from paceline_lab.scaling.result import AUTO, DEFAULT_STEPS, ONE, MeasuredSettin
 from paceline_lab.scaling.summary import FINAL_STEPS, WARN_CORES, FinishedRun, stolen_share
 
 WIDTH = 100
-_BAR = 14  # characters
-_NEGLIGIBLE = 0.005  # of a step
+_BAR = 14  # width in characters
+_NEGLIGIBLE = 0.005  # fraction of a step
 _PART_NAMES = {part: "exposed" if part == "comm" else part for part in PARTS}
 _DEFINITIONS_OF_PARTS = {
     "data": "waiting for the next batch.",
@@ -41,7 +41,7 @@ _DEFINITIONS_OF_PARTS = {
 
 
 def show(report: Report, console: Console) -> None:
-    """Print a report: findings, figures, step breakdown, caveats, definitions, and circumstances."""
+    """Print a report: findings, figures, the parts of a step, warnings, definitions, and the environment."""
     report = worded(report)
     console.width = min(console.width, WIDTH) if console.is_terminal else WIDTH
     for i, sentence in enumerate(("", *report.limits, "")):
@@ -62,7 +62,7 @@ def show(report: Report, console: Console) -> None:
 
 
 def worded(report: Report) -> Report:
-    """Reword the report for people: on a machine without GPUs, devices are called cores."""
+    """Return the report for display; on a machine without accelerators, its texts call devices cores."""
     if not report.on_cores:
         return report
     settings = [replace(s, label=on_cores(s.label)) for s in report.settings]
@@ -75,9 +75,9 @@ def worded(report: Report) -> Report:
 
 
 def figures(report: Report) -> dict[str, float]:
-    """Return the numbers by name, for machines: `throughput_2_devices`, `speedup_2_devices_weak`, …
+    """Return a report's numbers by name: `throughput_2_devices`, `speedup_2_devices_weak`, …
 
-    A speedup is included only if there is one.
+    Speedup and efficiency are included only if the difference from one device is significant.
     """
     found: dict[str, float] = {}
     for setting in report.settings:
@@ -93,7 +93,7 @@ def figures(report: Report) -> dict[str, float]:
 
 
 def definitions(report: Report) -> Iterator[tuple[str, str]]:
-    """Return the definitions of the tables' columns and rows, one per line."""
+    """Yield the name and the definition of each column and row of the tables."""
     batch = report.settings[0].global_batch
     yield "strong", f"N devices share the global batch of {batch}."
     if any(s.scaling == "weak" for s in report.settings):
@@ -126,9 +126,9 @@ def definitions(report: Report) -> Iterator[tuple[str, str]]:
 
 
 def _print(console: Console, *forms: Table) -> None:
-    """Print the first form of a table that fits the terminal.
+    """Print the first form of a table that fits the width of the terminal.
 
-    If none fits, the last form is printed with narrow gaps. Trailing blanks are removed.
+    If no form fits, the last form is printed with narrow gaps. Trailing spaces are removed.
     """
     room = console.options.update(width=10 * WIDTH)
     fitting = (form for form in forms if Measurement.get(console, room, form).maximum <= console.width)
@@ -236,7 +236,7 @@ def _table(*columns: str) -> Table:
 
 
 def _time(interval: Interval, repeats: int, before_interval: str) -> str:
-    """Format as `42.6 ms (14.9–47.3)`; without the interval if there are too few repeats."""
+    """Format a time as `42.6 ms (14.9–47.3)`, or without its interval if there are too few repeats."""
     shown = seconds(interval)
     if shown.interval is None or interval.low == interval.high or repeats < LEAST_REPEATS:
         return str(shown)
@@ -254,11 +254,11 @@ def _milliseconds(part_ms: float, step_ms: float) -> str:
 
 
 def limits_of(settings: list[MeasuredSetting], auto: str = "", auto_as_told: str = "") -> list[str]:
-    """Describe the speedup of the plan of `auto`, the fixed layout and a larger batch.
+    """Describe the speedup of the plan that `auto` chose, of the fixed layout and of a larger batch.
 
     Args:
-        auto: the plan that `auto` chose, as written in its setting.
-        auto_as_told: the same plan as `paceline train` prints it.
+        auto: plan that `auto` chose, spelled as in the settings.
+        auto_as_told: plan that `auto` chose, as `paceline train` prints it.
     """
     one = next((s for s in settings if s.devices == 1), None)
     many, layout = headline_of(settings, auto), headline_of(settings)
@@ -279,10 +279,11 @@ def limits_of(settings: list[MeasuredSetting], auto: str = "", auto_as_told: str
 
 
 def headline_of(settings: Sequence[MeasuredSetting], auto: str = "") -> MeasuredSetting | None:
-    """Choose the setting on several devices that a report is about.
+    """Choose the setting that the headline of a report describes; None if none uses several devices.
 
-    This is the setting with the plan that `auto` chose. If the setting was not measured, it is the fixed layout on most
-    devices, or else the fastest plan.
+    This is the setting with the plan that `auto` chose. If that plan was not measured on several devices, it is the
+    fixed layout on the most devices. Without a fixed layout, it is the fastest plan on the
+    most devices.
     """
     strong = [s for s in settings if s.scaling == "strong" and s.devices > 1]
     return max(strong, key=lambda s: (s.plan == auto, s.fixed, s.devices, s.throughput.middle), default=None)
@@ -329,7 +330,7 @@ def _about_larger_batch(many: MeasuredSetting, weak: MeasuredSetting | None) -> 
 
 
 def _gain(many: MeasuredSetting, weak: MeasuredSetting) -> Interval | None:
-    """Compute the ratio of throughputs in the same rounds; None if there are too few."""
+    """Return the throughput gain of weak over strong scaling; None if too few rounds ran both."""
     samples = [s.throughput.middle * s.step_time_s.middle for s in (many, weak)]
     pairs = [
         (strong_s / samples[0]) / (weak_s / samples[1])
@@ -364,9 +365,9 @@ def _name(setting: MeasuredSetting) -> str:
 
 
 def excess_s(one: MeasuredSetting, many: MeasuredSetting) -> dict[str, float]:
-    """Return the seconds of each part on N devices beyond 1/N of one device's time.
+    """Return the time of each part of a step on N devices, minus 1/N of its time on one device.
 
-    Values are means over the ranks.
+    The times are in seconds, as means over the ranks.
     """
     return excess_of(_parts_of(one), _parts_of(many), many.devices)
 
@@ -375,17 +376,18 @@ def _parts_of(setting: MeasuredSetting) -> dict[str, float]:
     return {part: fmean(rank.parts_s[part] for rank in setting.ranks) for part in setting.ranks[0].parts_s}
 
 
-_LAST = 10  # steps whose mean loss is compared
-# how far rounding alone moves losses apart within the first steps
+_LAST = 10  # number of last steps whose mean loss is compared
+# largest relative difference of losses in the first steps that rounding alone explains, by precision
 _SAME = {"fp64": 1e-8, "fp32": 1e-3, "bf16": 2e-2, "fp16": 2e-2}
 
 
 def caveats(
     job: Job, settings: Sequence[Setting], runs: Mapping[str, Sequence[FinishedRun]], *, repeat: int, cores: int
 ) -> list[str]:
-    """List everything that a reader should know before trusting the figures.
+    """List reasons to treat the figures of a benchmark with caution.
 
-    `runs`: the runs of each setting that has any.
+    Args:
+        runs: finished runs by key of their setting.
     """
     found = [s for s in settings if runs.get(s.key)]
     return [
@@ -432,9 +434,9 @@ def _other_load(settings: Sequence[Setting], runs: Mapping[str, Sequence[Finishe
 
 
 def _losses(job: Job, settings: Sequence[Setting], runs: Mapping[str, Sequence[FinishedRun]]) -> Iterator[str]:
-    """Return caveats if the losses of plans differ.
+    """Yield a warning if the losses of plans differ.
 
-    Plans of one job do the same work, so their losses should match; otherwise the times compare different work.
+    All plans of a job should compute the same losses. If they do not, their times compare different work.
     """
     strong = [s for s in settings if s.scaling == "strong"]
     first = next((runs[s.key][0] for s in strong if s.key == ONE), runs[strong[0].key][0] if strong else None)
@@ -459,9 +461,9 @@ def _losses(job: Job, settings: Sequence[Setting], runs: Mapping[str, Sequence[F
 
 
 def _apart(one: Sequence[float | None], other: Sequence[float | None]) -> tuple[int, float]:
-    """Return the last compared step of two losses, and their relative difference before it.
+    """Return the number of compared steps of two runs, and the relative difference of their losses.
 
-    The difference is between the means over the last steps.
+    The difference compares the mean losses of the last compared steps.
     """
     steps = min(len(one), len(other))
     pairs = [(a, b) for a, b in zip(one[:steps], other[:steps], strict=True) if a is not None and b is not None][

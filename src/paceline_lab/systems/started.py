@@ -69,7 +69,7 @@ def run(
         kill: kill of one rank during the run; None for a run without a fault.
 
     Raises:
-        RunError: the run failed or hung; the error includes the end of the run's output.
+        RunError: the run failed or hung; the error includes part of the run's output.
         KeyboardInterrupt: `stopped` returned True.
     """
     system, marked = start.system, f"{os.getpid()}:{start.folder}"
@@ -261,7 +261,7 @@ def python_of(system: System, say: Callable[[str], None]) -> Path:
     """Return the Python interpreter of a system's environment; create the environment if it is missing.
 
     Raises:
-        RunError: the environment cannot be created; the error includes the message of pip.
+        RunError: the environment cannot be created. If pip failed, the error includes pip's message.
     """
     if not system.requirements:
         return Path(sys.executable)

@@ -1,7 +1,6 @@
-"""The job for a plain PyTorch script: its model, optimizer, batches and loss.
+"""Model, optimizer, batches and loss of a job, for use in plain PyTorch scripts.
 
-The scripts of the systems that train PyTorch models use these functions. So the scripts differ only in what each system
-requires.
+The scripts of all PyTorch-based systems share this code, so they differ only in what each system requires.
 """
 
 from __future__ import annotations
@@ -15,7 +14,8 @@ from typing import Any
 
 import torch
 
-# If an optimizer's first step imports this module, it keeps the process group alive, whose threads then abort at exit.
+# Imported here because an import during the first optimizer step keeps the process group alive, and its threads then
+# abort at exit.
 import torch.distributed.nn.functional
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
@@ -30,10 +30,10 @@ from paceline_lab.systems.system import JOB, Steps, Task
 
 
 class Work:
-    """A job, and the record of its steps.
+    """A job in one process of a script, and the record of its steps.
 
     Attributes:
-        settings: the system's own settings.
+        settings: additional keyword settings that the script passes to the system.
         rank: rank of this process.
     """
 
@@ -50,7 +50,7 @@ class Work:
         self._ended_s: list[float] = []
 
     def model(self) -> nn.Module:
-        """Build the job's model with its initial weights, the same in every process."""
+        """Build the job's model with initial weights that are the same in every process."""
         seed_all(self.job.seed)
         model = self.job.model.build()
         load_published(self.job, model)
@@ -62,26 +62,26 @@ class Work:
         return model
 
     def optimizer(self, parameters: Iterable[nn.Parameter], *, fused: bool = True) -> torch.optim.Optimizer:
-        """Build the job's optimizer; a tuned one uses fused steps if its system supports them."""
-        # torch's fused steps do not support sparse gradients
+        """Build the job's optimizer, which is fused in a tuned run if `fused` is True."""
+        # torch's fused optimizers do not support sparse gradients
         return self.job.optimizer.build(parameters, fused=fused and self.task.tuned and not self._rows)
 
     def schedule(self, optimizer: torch.optim.Optimizer) -> LambdaLR:
-        """Build the job's learning-rate schedule with torch's scheduler."""
+        """Build the job's learning-rate schedule as a PyTorch scheduler."""
         total = self.job.stop.steps
         return LambdaLR(optimizer, lambda step: self.job.schedule.factor_at(step, total))
 
     def batches(self, rank: int = 0, ranks: int = 1) -> Iterator[Any]:
-        """Yield a rank's part of each global batch, until all steps are taken.
+        """Yield one rank's samples of each global batch, for all steps of the run.
 
-        It uses torch's `DataLoader` unchanged. If tuned, it copies a whole batch at once from a data set in memory, and
-        uses loader processes if paceline's plan does.
+        A documented run loads single samples with torch's `DataLoader`. A tuned run uses as many loader processes as
+        paceline's plan. With no loader processes, it reads a batch in one call if the data set supports that.
         """
         self.rank = rank
         data, part = self._dealt(rank, ranks)
         whole = getattr(data, "__getitems__", None) if self.task.tuned else None
         taken, workers = 0, self.task.num_workers
-        indices: list[list[int]] = []  # of the epoch
+        indices: list[list[int]] = []  # sample indices of each batch of the epoch
         loader = DataLoader(_OneByOne(data), batch_sampler=indices, num_workers=workers, persistent_workers=workers > 0)
         for epoch in count():
             indices[:] = part.batches(epoch)
@@ -92,14 +92,14 @@ class Work:
                 yield place(batch, torch.device("cpu"), dtype=None, channels_last=self.task.channels_last)
 
     def batch(self, step: int, rank: int, ranks: int) -> Batch:
-        """Return a rank's part of the batch of one step (0-based)."""
+        """Return one rank's samples of the global batch of a step, counted from 0."""
         data, part = self._dealt(rank, ranks)
         epoch, place_in_epoch = divmod(step, part.steps_per_epoch)
         found: Batch = default_collate([data[index] for index in next(iter(part.batches(epoch, place_in_epoch)))])
         return found
 
     def _dealt(self, rank: int, ranks: int) -> tuple[Any, Partition]:
-        """Return the data set, and the sample indices that a rank reads in each step."""
+        """Return the data set, and the partition that selects the samples of a rank."""
         if self._data is None:
             self._data = self.job.data.build(input_shape=self.job.model.input_shape(), seed=self.job.seed).train
         part = Partition(
@@ -121,32 +121,32 @@ class Work:
         return self._loss(output, target_of(batch))
 
     def parts(self, batch: Batch) -> list[Batch]:
-        """Split a batch into equal parts: one, unless replicas normalize separately."""
+        """Split a batch into the number of equal parts that the task specifies."""
         return list(split(batch, self.task.parts))
 
     def clip(self, model: nn.Module) -> None:
-        """Clip the gradient norm if the job requires it."""
+        """Clip the gradient norm if the job sets `clip_norm`."""
         if self.job.clip_norm is not None:
             nn.utils.clip_grad_norm_(model.parameters(), self.job.clip_norm)
 
     def took(self, loss: Tensor) -> None:
-        """Read the loss of a finished step, and record the time."""
+        """Record the loss and the end time of a finished step."""
         self._losses.append(loss.item())
         self._ended_s.append(time.time())
 
     def record(self, losses: list[float], ended_s: list[float]) -> None:
-        """Set all steps, if another process took them."""
+        """Record the losses and end times of all steps, if other processes trained them."""
         self._losses, self._ended_s = losses, ended_s
 
     def write(self) -> None:
-        """Write the record of this rank, if it took any step."""
+        """Write the recorded steps to the run's folder; write nothing if no step is recorded."""
         if self._losses:
             Steps(self._losses, self._ended_s).write(self.folder, self.rank)
 
 
 @torch.no_grad()
 def _disturb(model: nn.Module) -> None:
-    """Move each weight by a few rounding errors, up or down."""
+    """Change each weight by a few rounding errors, up or down at random."""
     drawn = torch.Generator().manual_seed(0)
     for parameter in model.parameters():
         up = torch.randint(0, 2, parameter.shape, generator=drawn) * 2 - 1
@@ -159,7 +159,7 @@ def _at_once(whole: Callable[[list[int]], Any], indices: list[int]) -> Any:
 
 
 class _OneByOne(Dataset[Any]):
-    """A data set without the (rare) access to several samples at once."""
+    """View of a data set that hides `__getitems__`, so that samples are read one by one."""
 
     def __init__(self, data: Any) -> None:
         self._data = data
