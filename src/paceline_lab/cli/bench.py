@@ -153,7 +153,7 @@ def _asked(
 
 
 def _end(measured: _Measured, asked: _Asked, *, as_json: bool) -> None:
-    """Print the figures and the next steps; exit with the exit code."""
+    """Print the figures and how to continue; exit with an error code if the benchmark failed or was stopped."""
     if measured.stopped_by:
         go_on = asked.line if asked.out else f"{asked.line} --out {shlex.quote(str(measured.path))}"
         typer.echo(f"stopped  {measured.stopped_by}; the finished runs are kept. To continue: {go_on}")
@@ -168,7 +168,11 @@ def _end(measured: _Measured, asked: _Asked, *, as_json: bool) -> None:
 
 
 class _Asked(NamedTuple):
-    """Options shared by all kinds of benchmark. `line`: the command line as typed."""
+    """Options that `bench scaling` and `bench compare` share.
+
+    Attributes:
+        line: command line as the user typed it.
+    """
 
     job: Job
     cluster: Cluster | None
@@ -180,7 +184,11 @@ class _Asked(NamedTuple):
 
 
 class _Measured(NamedTuple):
-    """Outcome of a benchmark as it is shown. `failed`: descriptions of what could not be measured."""
+    """Outcome of a benchmark.
+
+    Attributes:
+        failed: text on the settings or systems that could not be measured; "" if there are none.
+    """
 
     path: Path
     stopped_by: str | None
@@ -190,7 +198,7 @@ class _Measured(NamedTuple):
 
 
 def _scale(asked: _Asked, devices: list[int] | None, *, weak: bool) -> _Measured:
-    """Measure a job on 1 and N devices, and show the result."""
+    """Measure a job on 1 and on N devices, and print the result."""
     from paceline.console import Console
     from paceline_lab.report.bench_view import write_bench_page
     from paceline_lab.scaling.protocol import Benchmark
@@ -223,7 +231,7 @@ def _scale(asked: _Asked, devices: list[int] | None, *, weak: bool) -> _Measured
 
 
 def _compare(asked: _Asked, systems: str, *, weak: bool, kill: bool) -> _Measured:
-    """Measure the job under other systems, show the results, and write the page."""
+    """Measure the job under several systems, print the result, and write the report page."""
     from paceline.console import Console
     from paceline_lab.report.systems_view import write_systems_page
     from paceline_lab.scaling.summary import kept_at
@@ -272,10 +280,10 @@ def _simulate(
     weak: bool,
     as_json: bool,
 ) -> None:
-    """Simulate the job on every named cluster; show the result and write its page.
+    """Simulate the job on each named cluster, print the results, and write the page.
 
     Raises:
-        PacelineError: a name is wrong, the job does not fit any number of devices, or nothing can be written.
+        PacelineError: a cluster name is unknown, no plan fits the job, or the page cannot be written.
     """
     from paceline.cluster.cluster import cluster_from
     from paceline.cluster.named import cluster_names
@@ -329,7 +337,7 @@ def _numbers(text: str | None) -> list[int] | None:
 
 
 def _jitter(text: str | None) -> Jitter | None:
-    """Return the distribution of step times: normal with a given deviation, or from a run."""
+    """Parse a standard deviation or a run directory into a distribution of step times."""
     from paceline_lab.simulated.measured_here import Jitter, measured_jitter
 
     if text is None:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from paceline_lab.chaos.session import Found, Session
 
-_WIDTH = 150  # minimum width of the table
+_WIDTH = 150  # minimum width of the table, in characters
 
 
 def command(
@@ -94,7 +94,7 @@ def command(
 
 
 def _shrink(session: Session, found: Found, tries: int, job: str, where: Path) -> None:
-    """Find and show the shortest subset of a schedule that still violates a guarantee."""
+    """Search for a shorter schedule that still violates a guarantee, and print it."""
     given, shortest = found.schedule, found.schedule
     file = where / f"seed-{given.seed}" / "schedule.json"
     if tries and len(given.faults) > 1:
@@ -107,7 +107,7 @@ def _shrink(session: Session, found: Found, tries: int, job: str, where: Path) -
 
 
 def show(found: Found, console: Console) -> None:
-    """Show the faults of a run and the verdict on each guarantee."""
+    """Print the faults of a run, and whether each guarantee held."""
     console.width = max(console.width, _WIDTH)
     console.print(_table(found))
     for fault in found.played.not_made:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from paceline.planning.plan import Plan
     from paceline_lab.configurations.systems import ConfiguredPlan
 
-_WIDE = 3  # columns of the table of keys
+_WIDE = 3  # number of columns in the table of keys
 _EXPLAIN = 'paceline config explain pretrain.sh --cluster "16x8xH100-SXM"'
 _WRITE = 'paceline config write examples/plan/llama_70b.yaml megatron out.sh --cluster "16x8xH100-SXM"'
 ClusterName = Annotated[
@@ -94,7 +94,7 @@ def write(
 
 
 class Given(NamedTuple):
-    """Command-line options that complete a configuration."""
+    """Command-line options that add to or replace values of a configuration."""
 
     model: str | None
     global_batch: int | None
@@ -112,11 +112,11 @@ def explain_config(
     as_json: bool,
     factors: Adjustment | None = None,
 ) -> None:
-    """Read and predict a configuration, search for a better plan, and show the result.
+    """Read a configuration, predict its speed, search for a better plan, and print the result.
 
     Args:
-        factors: calibration factors of measured runs.
-        wanted: a system, and the file to which the better plan is written in its format.
+        wanted: system in whose format the better plan is written, and the file to write; None writes nothing.
+        factors: calibration factors from measured runs.
     """
     from dataclasses import replace
 
@@ -151,11 +151,11 @@ def explain_config(
 
 
 def dimensions_of(name: str) -> Dimensions | dict[str, Any]:
-    """Look up a model's dimensions by name, or read them from a job file.
+    """Look up the dimensions of a model by its name, or read them from a job file.
 
     Raises:
-        PlanError: no such model is known.
-        JobError: the file is not a job.
+        PlanError: no model with this name is known, or the job's model has no dimensions.
+        JobError: the file is not a valid job file.
     """
     if name.endswith((".yaml", ".yml")):
         from paceline.job.job import Job
@@ -176,7 +176,7 @@ def dimensions_of(name: str) -> Dimensions | dict[str, Any]:
 
 
 def write_config(system: str, out: Path, plan: Plan, job: Job, per_host: int, console: Console) -> None:
-    """Write the plan as a configuration of another system."""
+    """Write a plan to a file as a configuration of another system."""
     from rich.text import Text
 
     from paceline.files import write_whole
@@ -194,7 +194,7 @@ def write_config(system: str, out: Path, plan: Plan, job: Job, per_host: int, co
 
 
 def show_configured(explained: ConfiguredPlan, file: Path, console: Console) -> None:
-    """Show the plan, its figures, a better plan, and the keys that were not understood."""
+    """Print the plan of a configuration, its figures, a better plan, and the unknown keys."""
     from rich.text import Text
 
     from paceline.cli.plan_screen import QUIET, print_inset, show_head, show_memory, show_time, show_winner, titled

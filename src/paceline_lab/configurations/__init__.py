@@ -1,5 +1,5 @@
 """Configurations of other systems: Megatron-LM, DeepSpeed, torchtitan and Accelerate.
 
-Read `configuration.py` first: it has the parts that all configurations share. Each system has a file with a reader and
-a writer.
+Read `configuration.py` first: it contains what all systems share. Each system has its own file with a reader and a
+writer.
 """

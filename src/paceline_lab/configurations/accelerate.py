@@ -54,7 +54,7 @@ _NOTED = {
 
 
 def read(file: Path, text: str) -> Configuration:
-    """Read the configuration from a YAML file.
+    """Read an Accelerate configuration from a YAML file.
 
     Raises:
         PlanError: the file is not YAML, a value is not valid for its key, or a referenced file cannot be read.

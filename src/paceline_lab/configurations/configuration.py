@@ -1,4 +1,4 @@
-"""Configuration of another system in paceline's terms, and the equivalent plan."""
+"""Configuration of another training system, and its conversion to a job and a plan."""
 
 from __future__ import annotations
 
@@ -16,32 +16,31 @@ from paceline.job.model import Dimensions
 from paceline.planning.plan import Plan
 from paceline.yaml_file import explain
 
-# a degree that uses all remaining ranks
+# value of a degree that uses all remaining ranks
 REST = -1
 _OPTIMIZERS = {"adam": "adamw", "adamw": "adamw", "sgd": "sgd", "lamb": "lamb"}
 
 
 @dataclass(frozen=True)
 class Configuration:
-    """A configuration as read; fields are None if the file does not state them.
+    """Values that were read from the configuration of another training system.
 
     Attributes:
-        system: name of the system, such as `Megatron-LM`.
-        dimensions: keys of `Dimensions` that the file states; a known model may supply the others.
-        model_name: name to look up dimensions by; "" if the file states none.
-        ranks: number of ranks that the file is for.
-        replicas: data-parallel ranks that hold the same parameters; REST: all remaining ranks.
-        shard: data-parallel ranks that shard the parameters (ZeRO, FSDP); REST: all remaining ranks.
-        zero: ZeRO stage of the sharding, 1 to 3.
-        virtual: pipeline stages of each rank.
-        microbatch: samples of a microbatch on a data-parallel rank.
-        microbatches: microbatches of a rank in a step.
-        accumulation: microbatches of a rank if the batch is divided by `microbatch`.
-        precision: `fp32`, `bf16`, `fp16` or `fp8`.
-        read: keys that were understood, with their values.
-        noted: keys that are known but not part of the prediction, with the assumption made for each.
-        unknown: keys that may matter and are not understood.
-        problems: combinations that the system itself refuses or ignores.
+        system: name of the training system, such as `Megatron-LM`.
+        dimensions: model dimensions that the file contains, by key of `Dimensions`.
+        model_name: name of the model, to look up the other dimensions; "" if the file does not name one.
+        ranks: number of ranks; None if the file does not contain it.
+        replicas: number of data-parallel ranks with copies of the same parameters; REST uses all remaining ranks.
+        shard: number of data-parallel ranks that shard parameters (ZeRO, FSDP); REST uses all remaining ranks.
+        zero: ZeRO stage of the sharding, from 1 to 3.
+        virtual: number of pipeline stages on each rank.
+        microbatch: samples per microbatch on a data-parallel rank; None if the file does not contain it.
+        microbatches: number of microbatches per step; None if the file does not contain it.
+        precision: precision of the computation: `fp32`, `bf16`, `fp16` or `fp8`.
+        read: keys that the reader understood, with their values.
+        noted: known keys that the prediction ignores, with the assumption that it makes instead.
+        unknown: keys that the reader does not know, and that may affect the prediction.
+        problems: sentences on combinations of values that the training system refuses or ignores.
     """
 
     system: str
@@ -75,11 +74,11 @@ class Configuration:
 
 
 class Planned(NamedTuple):
-    """Job and plan that correspond to a configuration on a number of ranks.
+    """Job and plan that are equivalent to a configuration of another system.
 
     Attributes:
-        notes: sentences on where the prediction differs from the configuration.
-        products: precision of matrix products if it differs from the job's; else "".
+        notes: sentences on how the job and the plan differ from the configuration.
+        products: precision of matrix products; "" if it is the job's precision.
     """
 
     job: Job
@@ -97,13 +96,13 @@ def planned(
     """Convert a configuration to a job and a plan.
 
     Args:
-        devices: number of ranks, if the file does not state it.
-        name: name of the job.
-        known: looks up the dimensions of a model by its name.
+        devices: number of ranks to use if the configuration does not contain it.
+        name: name of the returned job.
+        known: function that returns the dimensions of a model with a given name.
 
     Raises:
-        PlanError: the product of the degrees is not the number of ranks, the batch is not divisible, or a value is
-            missing. The error names every reason.
+        PlanError: the product of the degrees is not the number of ranks, the batch cannot be divided evenly, or a value
+            is missing.
     """
     _positive(configuration)
     ranks = configuration.ranks or devices
@@ -148,9 +147,9 @@ def _positive(configuration: Configuration) -> None:
 
 
 def _degrees(configuration: Configuration, ranks: int) -> dict[str, int]:
-    """Compute the degrees of paceline's axes.
+    """Compute the degree of each parallel axis of the plan.
 
-    Experts are divided among data-parallel ranks, so `ep` is a factor of their number.
+    Experts are divided among data-parallel ranks, so `ep` must divide the number of data-parallel ranks.
     """
     one = configuration
     of_model = one.tp * one.pp * one.cp
@@ -226,7 +225,7 @@ def _batch(configuration: Configuration, data: int) -> tuple[int, int]:
 
 
 def _precision(configuration: Configuration) -> tuple[str, str, list[str]]:
-    """Return the job's precision, the precision of its matrix products if it differs, and notes."""
+    """Return the job's precision, the precision of matrix products (or ""), and notes on differences."""
     stated = configuration.precision
     if stated in get_args(Precision):
         return stated, "", []
@@ -274,7 +273,7 @@ def _plan(configuration: Configuration, degrees: dict[str, int], microbatches: i
 
 
 def with_batch(configuration: Configuration, global_batch: int | None, microbatch: int | None) -> Configuration:
-    """Return the configuration with the user's batch size instead of its own."""
+    """Return the configuration with its batch sizes replaced by the given batch sizes."""
     if global_batch is not None:
         kept = configuration.microbatches if configuration.microbatch is None else None
         configuration = replace(configuration, global_batch=global_batch, microbatches=kept)
@@ -305,19 +304,20 @@ _TRUE, _FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0", "none", 
 
 
 class Keys:
-    """Values by key, with a record of the keys that were requested.
+    """Values of a configuration by key, with a record of the keys that were read.
 
-    A name matches a key that is equal to it or ends in `.name`. `auto`, `null` and an empty text count as not given.
+    A name matches the key of the same name, or a key that ends with a dot and the name. The values `auto` and `null`, and
+    an empty string, count as missing.
     """
 
     def __init__(
         self, system: str, values: Mapping[str, Any], quiet: Sequence[str] = (), noted: Mapping[str, str] | None = None
     ) -> None:
-        """Set the keys of a system.
+        """Store the values of a configuration.
 
         Args:
-            quiet: patterns of keys that affect neither speed nor memory.
-            noted: assumptions about keys that the prediction does not read, by pattern.
+            quiet: regular expressions of keys that affect neither speed nor memory.
+            noted: assumptions for keys that the prediction ignores, by regular expression of the key.
         """
         self.system, self.values = system, dict(values)
         self.read: dict[str, str] = {}
@@ -325,7 +325,7 @@ class Keys:
         self._noted = {re.compile(pattern): about for pattern, about in (noted or {}).items()}
 
     def given(self, *names: str) -> Any:
-        """Return the value of the first name that is given; None if none is."""
+        """Return the value of the first name that has a value; None if no name has one."""
         for name in names:
             for key in self._matching(name):
                 value = self.values[key]
@@ -336,7 +336,7 @@ class Keys:
         return None
 
     def number(self, *names: str) -> int | None:
-        """Return a whole number; None if it is not given.
+        """Return the first value as a whole number; None if no name has a value.
 
         Raises:
             PlanError: the value is not a whole number.
@@ -365,10 +365,10 @@ class Keys:
         return int(whole)
 
     def degree(self, *names: str) -> int:
-        """Return a degree, at least 1; 1 if it is not given.
+        """Return the first value as a parallel degree; 1 if no name has a value.
 
         Raises:
-            PlanError: the value is not a number of at least 1.
+            PlanError: the value is not a whole number of at least 1.
         """
         value = self.number(*names)
         if value is not None and value < 1:
@@ -382,7 +382,7 @@ class Keys:
         return value or 1
 
     def real(self, name: str, default: float) -> float:
-        """Return a number that need not be whole.
+        """Return a value as a floating-point number.
 
         Raises:
             PlanError: the value is not a number.
@@ -400,7 +400,7 @@ class Keys:
             ) from None
 
     def flag(self, *names: str) -> bool:
-        """Return True if the value is given and not false.
+        """Return the first value as a boolean; False if no name has a value.
 
         Raises:
             PlanError: the value is neither true nor false.
@@ -420,12 +420,12 @@ class Keys:
         return text in _TRUE
 
     def text(self, *names: str) -> str:
-        """Return a text; "" if it is not given."""
+        """Return the first value as a string; "" if no name has a value."""
         value = self.given(*names)
         return "" if value is None else str(value)
 
     def configuration(self, problems: Sequence[str] = (), **found: Any) -> Configuration:
-        """Build the configuration from these fields and the record of which keys were read."""
+        """Build the configuration from its fields and from the record of the keys that were read."""
         noted = [(key, about) for key in self._left() for pattern, about in self._noted.items() if _fits(pattern, key)]
         known = {key for key, _ in noted}
         unknown = [
@@ -446,10 +446,10 @@ class Keys:
 
 
 def flattened(values: Any, above: str = "") -> dict[str, Any]:
-    """Flatten nested groups into dotted keys. Lists stay values.
+    """Flatten nested mappings into one mapping with dotted keys. Lists are kept as values.
 
     Raises:
-        PlanError: groups are nested too deeply, or recursively.
+        PlanError: the mappings are nested too deeply or refer to themselves.
     """
     if not isinstance(values, Mapping):
         return {above: values}
@@ -475,10 +475,12 @@ def _shown(value: Any) -> str:
 
 
 class Written(NamedTuple):
-    """A written configuration: its text, and the usual suffix of its file name.
+    """Configuration of another system that was generated from a plan.
 
     Attributes:
-        launch: command-line options that the file cannot express; "" if there are none.
+        text: content of the configuration file.
+        suffix: usual suffix of the file name.
+        launch: short text on launch options that the file cannot contain; "" if there are none.
     """
 
     text: str
@@ -487,19 +489,19 @@ class Written(NamedTuple):
 
 
 def ranks_per_host(ranks: int, per_host: int) -> int:
-    """Return the largest equal number of ranks per host, at most `per_host`."""
+    """Return the largest number of ranks per host, up to `per_host`, that divides `ranks`."""
     return max(each for each in range(1, min(ranks, per_host) + 1) if ranks % each == 0)
 
 
 def refuse(system: str, plan: Plan, job: Job, reasons: Mapping[str, bool]) -> None:
-    """Refuse a plan with features that a system does not support.
+    """Refuse a plan that uses features that a system does not support.
 
     Args:
-        reasons: unsupported features of this system, each with True if the plan has it. Features that no other system
-            supports are added here.
+        reasons: unsupported features, each with True if the plan uses it. Features that no other system supports are
+            always checked.
 
     Raises:
-        PlanError: the plan has such features; the error names all of them.
+        PlanError: the plan uses unsupported features; the error names all of them.
     """
     precision, parts = plan.precision_for(job), plan.data_ranks * plan.microbatches
     of_none = {
@@ -519,5 +521,5 @@ def refuse(system: str, plan: Plan, job: Job, reasons: Mapping[str, bool]) -> No
 
 
 def microbatch_of(plan: Plan, job: Job) -> int:
-    """Return the samples of a microbatch on a data-parallel rank."""
+    """Return the number of samples per microbatch on a data-parallel rank."""
     return job.global_batch // (plan.data_ranks * plan.microbatches)

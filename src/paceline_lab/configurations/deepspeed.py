@@ -1,4 +1,4 @@
-"""DeepSpeed's JSON configuration, which does not name a model."""
+"""DeepSpeed's JSON configuration, which does not contain the model."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _NOTED = {
 
 
 def read(file: Path, text: str) -> Configuration:
-    """Read the configuration from a JSON file.
+    """Read a DeepSpeed configuration from a JSON file.
 
     Raises:
         PlanError: the file is not JSON, or a value is not valid for its key.
@@ -62,7 +62,7 @@ def read(file: Path, text: str) -> Configuration:
 
 
 def of_values(values: dict[str, Any]) -> Configuration:
-    """Build the configuration from a file's values, or from a section of another system's file.
+    """Build a DeepSpeed configuration from the values of a file, or of a section in another system's file.
 
     Raises:
         PlanError: a value is not valid for its key.

@@ -1,4 +1,4 @@
-"""Megatron-LM: arguments in a launch script, its YAML, or a NeMo configuration."""
+"""Configuration of Megatron-LM: arguments in a launch script, a YAML file, or a NeMo file."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from paceline_lab.configurations.configuration import (
 )
 
 NAME = "Megatron-LM"
-# affect neither speed nor memory: data, learning-rate schedules, logging, saving, the launcher's rendezvous
+# keys that affect neither speed nor memory, such as data, learning-rate schedules, logging, saving and rendezvous
 _QUIET = (
     r"(lr|min_lr|decoupled_(min_)?lr|weight_decay|adam_.*|sgd_.*|clip_grad|seed|init_method.*|betas|eps|sched.*)",
     r"(lr_.*|start_weight_decay|end_weight_decay|weight_decay_incr_style|norm_epsilon|layernorm_epsilon|name)",
@@ -61,12 +61,12 @@ _NOTED = {
     r"num_layers_in_(first|last)_pipeline_stage|decoder_(first|last).*|account_for_.*": "stages are cut evenly",
     r"delay_wgrad_compute|.*graph.*|megatron_amp_O2|.*communicator.*": "not in the prediction",
 }
-# vocabularies of tokenizers that imply one: tokens, padded to a multiple of 128
+# vocabulary sizes that a tokenizer implies, in tokens, padded to a multiple of 128
 _VOCABULARIES = {"GPT2BPETokenizer": 50304, "Llama2Tokenizer": 32000}
 
 
 def read(file: Path, text: str) -> Configuration:
-    """Read the configuration from a script, a list of arguments, or a YAML file.
+    """Read a Megatron-LM configuration from a script, a list of arguments, or a YAML file.
 
     Raises:
         PlanError: the file is not YAML, or a value is not valid for its key.
@@ -83,7 +83,7 @@ def read(file: Path, text: str) -> Configuration:
 
 
 def configured(values: dict[str, Any], notes: Sequence[str] = ()) -> Configuration:
-    """Build the configuration from arguments, named with underscores.
+    """Build a Megatron-LM configuration from arguments whose names are written with underscores.
 
     Raises:
         PlanError: a value is not valid for its key.
@@ -169,7 +169,7 @@ def _experts(keys: Keys, experts: int) -> dict[str, Any]:
     every = keys.text("moe_layer_freq")
     if every.isdecimal():
         values["moe_every"] = int(every)
-    elif "*" in every:  # such as ([0]*3+[1]*58)
+    elif "*" in every:  # for example ([0]*3+[1]*58)
         dense = every.partition("[0]*")[2]
         values["dense_layers"] = int("".join(c for c in dense.partition("+")[0] if c.isdecimal()) or 0)
     return {key: value for key, value in values.items() if value is not None and key in Dimensions.model_fields}
@@ -208,7 +208,7 @@ def _precision(keys: Keys) -> str:
 
 
 def _problems(found: dict[str, Any], keys: Keys) -> list[str]:
-    """Return combinations that Megatron-LM refuses or ignores."""
+    """Describe combinations of arguments that Megatron-LM refuses or ignores."""
     told, model = [], found["dimensions"]
     layers, tp, pp = model.get("layers"), found["tp"], found["pp"]
     if keys.flag("bf16") and keys.flag("fp16"):
@@ -239,10 +239,10 @@ def write(plan: Plan, job: Job, dimensions: Dimensions | None, per_host: int) ->
     """Write a plan as a script with Megatron-LM arguments.
 
     Args:
-        per_host: devices of a host.
+        per_host: number of devices per host.
 
     Raises:
-        PlanError: Megatron-LM does not support the plan; the error names every reason.
+        PlanError: Megatron-LM does not support the plan; the error lists all reasons.
     """
     no_schedule = plan.pp > 1 and plan.schedule not in ("1f1b", "interleaved")
     cannot = {
@@ -340,9 +340,9 @@ _NUMBER = re.compile(r"-(?:\d|\.\d)")
 
 
 def arguments(text: str) -> tuple[dict[str, Any], list[str]]:
-    """Parse the flags of a script with their values, and list what was not evaluated.
+    """Parse the flags of a script and their values, and list the parts that were not evaluated.
 
-    A flag without a value is True; a flag with several values has a list. Names are written with underscores.
+    Names are returned with underscores. The value is True for a flag without a value, and a list for several values.
     """
     plain = _COMMENT.sub("", text).replace("\\\n", " ")
     variables: dict[str, str] = {}
@@ -366,7 +366,7 @@ def arguments(text: str) -> tuple[dict[str, Any], list[str]]:
 
 
 def expanded(text: str, variables: Mapping[str, str]) -> str:
-    """Expand variables and arithmetic in the text as far as they are known."""
+    """Expand known shell variables, and arithmetic over known variables, in a text."""
 
     def value(match: re.Match[str]) -> str:
         name = match["name"] or match["plain"]
@@ -380,7 +380,7 @@ def expanded(text: str, variables: Mapping[str, str]) -> str:
 
 
 def _computed(text: str, variables: Mapping[str, str]) -> str | None:
-    """Evaluate a sum or product of whole numbers and variables. Return None if it is neither."""
+    """Evaluate arithmetic over whole numbers and variables; return None if it cannot be evaluated."""
 
     def of(node: ast.AST) -> int:
         if isinstance(node, ast.Expression):
@@ -402,7 +402,7 @@ def _computed(text: str, variables: Mapping[str, str]) -> str | None:
 def _flags(text: str) -> dict[str, Any]:
     try:
         words = shlex.split(text)
-    except ValueError:  # unpaired quote
+    except ValueError:  # a quote has no counterpart
         words = text.replace('"', " ").replace("'", " ").split()
     words = [part for word in words for part in (word.split() if word.startswith("--") else [word])]
     flags: dict[str, Any] = {}
@@ -413,7 +413,7 @@ def _flags(text: str) -> dict[str, Any]:
             name = name.replace("-", "_")
             flags[name] = value if equals else True
         elif word.endswith(".py") or (word.startswith("-") and not _NUMBER.match(word)):
-            name = ""  # the launched script, or a short option
+            name = ""  # the name of the launched script, or a short option
         elif name:
             before = flags[name]
             flags[name] = word if before is True else [*before, word] if isinstance(before, list) else [before, word]

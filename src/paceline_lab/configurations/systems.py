@@ -1,4 +1,4 @@
-"""Systems whose configurations can be read and written, by name."""
+"""Training systems whose configurations paceline reads and writes."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 
 
 class System(NamedTuple):
-    """Reader and writer of a system's configurations."""
+    """Functions that read and write the configurations of a training system."""
 
     read: Callable[[Path, str], Configuration]
     write: Callable[[Plan, Job, Dimensions | None, int], Written]
@@ -67,10 +67,10 @@ SYSTEMS: Mapping[str, System] = {
 
 
 def system_of(file: Path, text: str) -> str:
-    """Detect the system that a file belongs to, by its suffix and its keys.
+    """Detect the system of a configuration file from its suffix and its content.
 
     Raises:
-        PlanError: no known system matches.
+        PlanError: the file matches no known system, or is not valid YAML.
     """
     ending = file.suffix.lower()
     if ending == ".toml":
@@ -95,23 +95,23 @@ def system_of(file: Path, text: str) -> str:
 
 
 def read_configuration(file: Path) -> Configuration:
-    """Read the configuration of another system.
+    """Read the configuration of another system from a file.
 
     Raises:
-        PlanError: the file cannot be read, belongs to no known system, or has a value that is not valid for its key.
+        PlanError: the file cannot be read, matches no known system, or contains a value that is not valid for its key.
     """
     text = text_of(file)
     return SYSTEMS[system_of(file, text)].read(file, text)
 
 
 def system_named(title: str) -> str:
-    """Return the name in `SYSTEMS` of a configuration's system, such as `Accelerate, FSDP`."""
+    """Return the key in `SYSTEMS` for the system title of a configuration, such as `Accelerate, FSDP`."""
     words = title.lower()
     return next((name for name in ("accelerate", "deepspeed", "torchtitan") if words.startswith(name)), "megatron")
 
 
 def writes(system: str, plan: Plan, job: Job) -> bool:
-    """True if a system supports the plan."""
+    """Return True if a plan can be written as a configuration of a system."""
     try:
         write_configuration(system, plan, job, 1)
     except PlanError:
@@ -120,10 +120,10 @@ def writes(system: str, plan: Plan, job: Job) -> bool:
 
 
 def write_configuration(system: str, plan: Plan, job: Job, per_host: int) -> Written:
-    """Write the plan as a configuration of another system.
+    """Write a plan as a configuration of another system.
 
     Raises:
-        PlanError: the system is not known, or does not support the plan; the error names every reason.
+        PlanError: the system is unknown, or does not support the plan; the error lists all reasons.
     """
     if system not in SYSTEMS:
         raise PlanError(
@@ -135,7 +135,7 @@ def write_configuration(system: str, plan: Plan, job: Job, per_host: int) -> Wri
     return SYSTEMS[system].write(plan, job, job.model.transformer, per_host)
 
 
-# fraction of the step below which a part is not mentioned
+# smallest relevant difference, as a fraction of the step or of the throughput
 _SMALL = 0.01
 _KEYS = (
     "dp",
@@ -156,13 +156,14 @@ _KEYS = (
 
 @dataclass(frozen=True)
 class ConfiguredPlan:
-    """A configuration's plan, its prediction, and the best plan for the same job.
+    """Plan of a configuration with its prediction, and the best plan for the same job.
 
     Attributes:
-        own: the configuration's plan with its explanation, as for any other plan.
-        refused: reasons why paceline would refuse that plan.
-        best: the plan that paceline proposes; None with the reason in `nothing` if none fits.
-        notes: sentences on where the prediction differs from the configuration.
+        own: plan of the configuration, with its prediction and explanation.
+        refused: reasons why paceline would refuse the configuration's plan.
+        best: plan that paceline proposes instead; None if there is no such plan.
+        nothing: reason why there is no proposed plan; "" if there is one.
+        notes: sentences on how the prediction differs from the configuration.
     """
 
     configuration: Configuration
@@ -174,14 +175,14 @@ class ConfiguredPlan:
 
     @property
     def gain(self) -> float:
-        """Relative throughput gain of the best plan; 0 if there is no best plan."""
+        """Relative throughput gain of the best plan over the configuration's plan; 0 without a best plan."""
         if self.best is None:
             return 0.0
         return self.best.prediction.throughput / self.own.winner.prediction.throughput - 1
 
     @property
     def changes(self) -> list[tuple[str, str, str]]:
-        """Return the keys that differ in the best plan: name, own value, better value."""
+        """Plan keys that the best plan changes, each with the configuration's value and the better value."""
         if self.best is None:
             return []
         mine, then = self.own.winner.plan, self.best.plan
@@ -192,9 +193,9 @@ class ConfiguredPlan:
 
     @property
     def saved(self) -> list[tuple[str, float]]:
-        """Seconds of the step that the best plan saves, by part, in descending order.
+        """Seconds that the best plan saves in each part of a step, largest change first.
 
-        A value is negative if the best plan spends more.
+        A value is negative if the part takes longer with the best plan.
         """
         if self.best is None:
             return []
@@ -205,7 +206,7 @@ class ConfiguredPlan:
 
     @property
     def verdict(self) -> str:
-        """Return a sentence on what a better plan would gain, if there is one."""
+        """Sentence on how much faster the best plan is, or why there is no better plan."""
         mine = self.own.winner.prediction
         if self.best is None:
             return self.nothing
@@ -224,7 +225,7 @@ class ConfiguredPlan:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """Return the explanation as plain JSON values."""
+        """Return all values of the explanation as JSON values."""
         one = self.configuration
         return {
             "system": one.system,
@@ -245,10 +246,10 @@ class ConfiguredPlan:
 def explain_configuration(
     configuration: Configuration, planned: Planned, cluster: Cluster, calibration: Basis | None = None
 ) -> ConfiguredPlan:
-    """Predict a configuration's plan, and search for a better one for the same job.
+    """Predict the plan of a configuration, and search for a better plan for the same job.
 
     Args:
-        calibration: factors of measured runs.
+        calibration: calibration factors from measured runs.
 
     Raises:
         JobError: the model cannot be built.
@@ -272,13 +273,13 @@ def explain_configuration(
 
 
 def _of_ranks(cluster: Cluster, ranks: int) -> Cluster:
-    """Resize the cluster to the number of ranks of a configuration; unchanged if unknown."""
+    """Resize the cluster to a number of ranks; return it unchanged if that is not possible."""
     part = with_devices(cluster, ranks / cluster.devices) if ranks != cluster.devices else None
     return cluster if part is None else part
 
 
 def framework_of(configuration: Configuration) -> Framework:
-    """Return the cost model's profile of the software that runs a configuration."""
+    """Return the cost model's profile of the framework that a configuration belongs to."""
     words = configuration.system.lower()
     if "megatron" in words:
         return MEGATRON_CORE
@@ -290,7 +291,7 @@ def framework_of(configuration: Configuration) -> Framework:
 
 
 def layout_as_configured(configuration: Configuration, planned: Planned, cluster: Cluster) -> Layout:
-    """Return the layout of a configuration's plan as its software runs it."""
+    """Return the layout of a configuration's plan in the framework that the configuration belongs to."""
     job, plan, _, products = planned
     layout = layout_of(job, _of_ranks(cluster, plan.ranks), plan)
     return _as_run(layout, framework_of(configuration), products)
@@ -301,7 +302,7 @@ def _as_run(layout: Layout, framework: Framework, products: str) -> Layout:
 
 
 def _predicted(plan: Plan, layout: Layout, planned: Planned, cluster: Cluster, framework: Framework) -> Candidate:
-    """Predict the plan under another framework, with products in the configuration's precision."""
+    """Predict a plan in a given framework, with the configuration's precision of matrix products."""
     layout = _as_run(layout, framework, planned.products)
     return Candidate(plan, layout, priced(predict_layout(layout), planned.job, cluster, plan, layout))
 
@@ -309,7 +310,7 @@ def _predicted(plan: Plan, layout: Layout, planned: Planned, cluster: Cluster, f
 def _best(
     planned: Planned, cluster: Cluster, framework: Framework, system: str, calibration: Basis | None
 ) -> tuple[Candidate | None, str]:
-    """Return the best plan that the system can run, or the reason against all plans."""
+    """Return the best plan that the system supports; if there is none, return None and the reason."""
     job = planned.job
     try:
         best = search(job, cluster, calibration=calibration).best
@@ -326,7 +327,7 @@ def _best(
 
 
 def _likenesses(plan: Plan) -> Iterator[Plan]:
-    """Return a plan and its variants for systems that support fewer options."""
+    """Yield a plan and variants of it that use other sharding, schedule and sequence-parallel options."""
     shards = {"dp": 1, "fsdp": plan.dp * plan.fsdp}
     for sharding in ({}, {**shards, "zero": 1}, {**shards, "zero": 3}):
         for schedule in dict.fromkeys((plan.schedule, "interleaved", "1f1b")) if plan.pp > 1 else (plan.schedule,):
@@ -335,7 +336,7 @@ def _likenesses(plan: Plan) -> Iterator[Plan]:
 
 
 def _matters(key: str, mine: Plan, then: Plan) -> bool:
-    """True if a key has a meaning in either plan."""
+    """Return True if a key has an effect in at least one of two plans."""
     needs = {"zero": "fsdp", "sequence": "tp", "schedule": "pp", "virtual": "pp"}
     return key not in needs or any(getattr(plan, needs[key]) > 1 for plan in (mine, then))
 
@@ -345,14 +346,14 @@ def _shown(value: object) -> str:
 
 
 _MOST_BYTES = 2**28
-# prefix that torchrun and others put before each line of a rank
+# prefix that launchers such as torchrun add to each line of a rank's output
 _PREFIX = re.compile(r"(?m)^(?:\[?[a-z]*\d+\]?: ?)+")
 _ITERATION = re.compile(r"(?m)^.*elapsed time per iteration \(ms\): ([\d.]+).*$")
 _ITS_BATCH = re.compile(r"global batch size: +(\d+)")
 _ARGUMENTS = re.compile(r"-+ arguments -+\n(.*?)\n[^\n]*-+ end of arguments -+", re.DOTALL)
 _ARGUMENT = re.compile(r"(?m)^.*?\b(\w+) \.+ (\S.*?)\s*$")
 _PADDED = re.compile(r"padded vocab \(size: \d+\).*?new size: (\d+)")
-# printed even if the feature is off: the feature, and its arguments
+# arguments that Megatron-LM prints even if their feature is off, by feature
 _ONLY_WITH = {
     "group_query_attention": ("num_query_groups",),
     "multi_latent_attention": ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"),
@@ -368,10 +369,10 @@ _DUMP = re.compile(r"Running with (?:args|configs?): *(?=\{)")
 
 
 def run_of_log(file: Path, cluster: Cluster | None) -> Row:
-    """Parse a log into a measured run on the devices of a cluster.
+    """Parse the log of a Megatron-LM or torchtitan run into a measured run on a cluster.
 
     Raises:
-        PlanError: the file is not a log of this kind, does not describe the run, or does not fit the cluster.
+        PlanError: the file is not such a log, has no configuration, or names other devices than the cluster.
     """
     try:
         text = _COLOUR.sub("", _PREFIX.sub("", read_text(file, _MOST_BYTES)))
@@ -402,14 +403,14 @@ def run_of_log(file: Path, cluster: Cluster | None) -> Row:
 def _of_megatron(file: Path, text: str, cluster: Cluster) -> Row:
     lines = [(match[0], float(match[1]) / 1000) for match in _ITERATION.finditer(text)]
     batches = [int(batch[1]) if (batch := _ITS_BATCH.search(line)) else None for line, _ in lines]
-    # if the batch grows during the run, only the times of the last batch size count
+    # if the batch size grows during the run, only steps with the last batch size are used
     seconds = [time for (_, time), batch in zip(lines, batches, strict=True) if batch == batches[-1]]
     found = with_batch(_megatron_configuration(file, text), batches[-1], None)
     return _row(file, found, cluster, _typical(seconds))
 
 
 def _megatron_configuration(file: Path, text: str) -> Configuration:
-    """Read the configuration from the printed arguments, or from a script of the same name."""
+    """Read the configuration from the arguments in the log, or from a script with the same name."""
     if found := _ARGUMENTS.search(text):
         return megatron.configured(_printed(found[1], text))
     for ending in (".sh", ".yaml", ".yml"):
@@ -437,7 +438,7 @@ def _printed(arguments: str, text: str) -> dict[str, Any]:
 
 
 def _of_torchtitan(file: Path, text: str, rates: Sequence[float], cluster: Cluster) -> Row:
-    """Parse a torchtitan log. `tps` is tokens per second and device."""
+    """Parse a torchtitan log, in which `tps` is the number of tokens per second and device."""
     if (device := _DEVICE.search(text)) and (ran_on := known(device[1])) is not None:
         names = {gpu.name for host in cluster.hosts for gpu in host.gpus}
         named = {entry.name for name in names if (entry := known(name)) is not None}
@@ -461,7 +462,7 @@ def _of_torchtitan(file: Path, text: str, rates: Sequence[float], cluster: Clust
 
 
 def _torchtitan_configuration(file: Path, text: str) -> Configuration:
-    """Read the printed configuration, or the TOML file of the same name."""
+    """Read the configuration from the log, or from a TOML file in the same folder."""
     if (dump := _DUMP.search(text)) and (values := _dumped(text, dump.end())).get("training"):
         return torchtitan.configured(values)
     beside = file.with_suffix(".toml")
@@ -477,7 +478,7 @@ def _torchtitan_configuration(file: Path, text: str) -> Configuration:
 
 
 def _dumped(text: str, at: int) -> dict[str, Any]:
-    """Parse the printed configuration, as JSON or a Python dict; {} if it is neither."""
+    """Parse a configuration that is printed as JSON or as a Python dict; return {} if it is neither."""
     try:
         values = json.JSONDecoder().raw_decode(text, at)[0]
     except ValueError:
@@ -509,7 +510,7 @@ def _dimensions(name: str) -> dict[str, Any]:
 
 
 def _typical(seconds: Sequence[float]) -> float:
-    """Return the median without the first steps. At most a third of all steps is skipped."""
+    """Return the median without the warm-up steps, which are at most a third of all steps."""
     return median(seconds[min(WARM_UP_STEPS, len(seconds) // 3) :])
 
 

@@ -25,7 +25,7 @@ _SCHEDULES = {"1f1b": "1f1b", "gpipe": "gpipe", "interleaved1f1b": "interleaved"
 _SCHEDULES |= {"dualpipev": "dualpipe"}
 _WRITTEN = {"1f1b": "1F1B", "gpipe": "GPipe", "interleaved": "Interleaved1F1B", "zero-bubble": "ZBVZeroBubble"}
 _WRITTEN |= {"dualpipe": "DualPipeV"}
-# flavors whose dimensions belong to other models
+# model flavors whose dimensions the catalogue lists under another model name
 _FLAVORS = {"deepseek_v3-16B": "deepseek-v2-lite"}
 _QUIET = (
     r"(job|profiling|metrics|checkpoint|lr_scheduler|comm|experimental|fault_tolerance|validation|debug|memory_estimation)"
@@ -51,7 +51,7 @@ _NOTED = {
 
 
 def read(file: Path, text: str) -> Configuration:
-    """Read the configuration from a TOML file.
+    """Read a torchtitan configuration from a TOML file.
 
     Raises:
         PlanError: the file is not TOML, or a value is not valid for its key.
@@ -64,7 +64,7 @@ def read(file: Path, text: str) -> Configuration:
 
 
 def configured(values: dict[str, Any]) -> Configuration:
-    """Build the configuration from its sections.
+    """Build a torchtitan configuration from the sections of its file.
 
     Raises:
         PlanError: a value is not valid for its key.
@@ -76,7 +76,7 @@ def configured(values: dict[str, Any]) -> Configuration:
     tp = keys.degree("parallelism.tensor_parallel_degree")
     local = (
         keys.number("training.local_batch_size", "training.batch_size") or 8
-    )  # defaults from torchtitan's job_config.py
+    )  # default values in torchtitan's job_config.py
     of_pipe = keys.number("parallelism.pipeline_parallel_microbatch_size") or 1
     converters = keys.given("model.converters") or []
     name, flavor = keys.text("model.name"), keys.text("model.flavor")

@@ -1,6 +1,7 @@
 """Report pages of benchmarks, comparisons and simulated scaling.
 
-`paceline report` finds the first two as `PAGE_OF_BENCHMARK` and `PAGE_OF_COMPARISON` (entry points).
+`paceline report` finds the pages of benchmarks and comparisons through the entry points `PAGE_OF_BENCHMARK` and
+`PAGE_OF_COMPARISON`.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ def _is_benchmark(folder: Path) -> bool:
 
 
 def _is_comparison(folder: Path) -> bool:
-    """True for the directory of `bench compare`."""
+    """Return True if the directory contains a comparison of systems."""
     try:
         protocol = json.loads(read_text(folder / "protocol.json"))
     except (OSError, ValueError):

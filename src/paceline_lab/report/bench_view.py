@@ -1,4 +1,4 @@
-"""Page of a benchmark: headline, cards, table and charts, from a `Report`."""
+"""HTML page of a benchmark's `Report`: headline, cards, table and charts."""
 
 from __future__ import annotations
 
@@ -38,16 +38,16 @@ from paceline_lab.scaling.result import AUTO, MeasuredSetting, Report
 from paceline_lab.scaling.table import excess_s, headline_of
 
 _TIMES = {"time_to_target": "time_to_target_s", "training_time": "training_time_s", "step_time": "step_time_s"}
-_VISIBLE = 0.02  # a speedup that differs by more than this from the ratio of the figures beside it gets an explanation
+_VISIBLE = 0.02  # relative difference between the speedup and the ratio of the shown medians that the page explains
 
 
 def write_bench_page(report: Report, folder: Path) -> Path:
-    """Write `report.html` about a benchmark into its folder.
+    """Write the page `report.html` of a benchmark into the benchmark's folder.
 
-    The run directories in the report are relative to that folder.
+    The paths of runs in the report are relative to this folder.
 
     Raises:
-        RunError: nothing was measured, or the file cannot be written.
+        RunError: the benchmark has no finished run, or the file cannot be written.
     """
     settings = report.settings
     if not settings:
@@ -110,7 +110,7 @@ def _for_people(created: str) -> str:
 
 
 def _verdict(best: MeasuredSetting, one: MeasuredSetting | None, report: Report) -> str:
-    """State the result in one sentence, with its plan; claim no speedup without a difference."""
+    """State the result and its plan in one sentence; state a speedup only if it is significant."""
     if best is one:
         return "Measured on one device; with more of them (--devices 1,2) this page shows how the job scales."
     chosen = best is report.of_auto
@@ -129,7 +129,7 @@ def _verdict(best: MeasuredSetting, one: MeasuredSetting | None, report: Report)
 
 
 def _medians_say(best: MeasuredSetting, one: MeasuredSetting | None) -> str:
-    """Explain a speedup that differs visibly from the ratio of the shown figures."""
+    """Explain why the speedup differs visibly from the ratio of the shown medians; "" if it does not."""
     if one is None or best.speedup is None:
         return ""
     ratio = best.throughput.middle / one.throughput.middle
@@ -153,7 +153,7 @@ def _warnings(report: Report) -> list[str]:
 
 
 def _cards(best: MeasuredSetting, one: MeasuredSetting | None) -> list[Card]:
-    """Return the figures of the headline, all from one setting."""
+    """Return the cards of the headline, whose figures all belong to one setting."""
 
     def of_one(name: str, shown: Callable[[Interval], Shown] = units.seconds) -> str:
         if one is None or one is best or getattr(one, name) is None:
@@ -177,13 +177,13 @@ def _cards(best: MeasuredSetting, one: MeasuredSetting | None) -> list[Card]:
 
 
 def _lost(best: MeasuredSetting, one: MeasuredSetting | None) -> list[tuple[str, Shown]]:
-    """Return the time that each part adds to the headline's step beyond the ideal.
+    """Return the time by which each part of the headline's step exceeds the ideal, in descending order.
 
-    The parts are in descending order. The sum comes last, without a name.
+    The last entry has no name and is the sum of all parts.
     """
     if one is None or best.devices == 1 or best.scaling != "strong" or not best.ranks or not one.ranks:
         return []
-    if best.efficiency is None or best.efficiency.high >= 1:  # within the interval there is no loss
+    if best.efficiency is None or best.efficiency.high >= 1:  # the interval includes the ideal efficiency
         return []
     added = excess_s(one, best)
     by_size = sorted(added.items(), key=lambda x: -x[1])
@@ -194,7 +194,7 @@ def _lost(best: MeasuredSetting, one: MeasuredSetting | None) -> list[tuple[str,
 
 
 def _rows(report: Report, one: MeasuredSetting | None) -> list[Row]:
-    """Return every figure of every setting, without rows that cannot apply here."""
+    """Return the rows of the table, without rows that do not apply to this benchmark."""
     settings = report.settings
     to_end = any(s.training_time_s for s in settings)
     compressed = any(_most(s, "compression_error") is not None for s in settings)
@@ -235,7 +235,7 @@ def _rows(report: Report, one: MeasuredSetting | None) -> list[Row]:
 
 
 def _plans(settings: Sequence[MeasuredSetting]) -> Chart | None:
-    """Chart the plans for several devices; None if no two have equal device counts."""
+    """Chart the plans on several devices; None if no two plans use the same number of devices."""
     compared = [s for s in settings if s.scaling == "strong" and s.devices > 1]
     if len({s.devices for s in compared}) == len(compared):
         return None
@@ -249,13 +249,13 @@ def _plans(settings: Sequence[MeasuredSetting]) -> Chart | None:
     return Chart("plans", figure, "Bytes on the wire, step time, time to target and final loss of each plan.")
 
 
-_LEAST_POINTS = 3  # of a curve, including one device; fewer points are drawn as bars
+_LEAST_POINTS = 3  # minimum number of points of a curve, including one device; fewer points are drawn as bars
 
 
 def _scaling(
     settings: Sequence[MeasuredSetting], one: MeasuredSetting | None, chosen: MeasuredSetting | None
 ) -> Chart | None:
-    """Chart speedups against the ideal; none if no setting was compared with one device."""
+    """Chart all speedups and the ideal; None if no setting was compared with one device."""
     if all(s.speedup is None for s in settings):
         return None
     points = [f"{s.title}: {_speedup(s) if s.speedup else 'needs 1 device'}." for s in settings if s is not one]
@@ -266,14 +266,14 @@ def _scaling(
 
 
 def _is_bars(settings: Sequence[MeasuredSetting]) -> bool:
-    """True if the settings have too few device counts for a curve."""
+    """Return True if the settings have too few different device counts for a curve."""
     return len({1, *(s.devices for s in settings if s.speedup is not None)}) < _LEAST_POINTS
 
 
 def _speedup_bars(compared: Sequence[MeasuredSetting], chosen: MeasuredSetting | None) -> Figure:
-    """Draw a bar for the speedup of each setting, and a tick at its ideal.
+    """Draw a bar for the speedup of each setting, and a tick at the ideal speedup.
 
-    A pale bar means that there is no significant difference.
+    A pale bar means that the difference from one device is not significant.
     """
     gains = [s.speedup if s.speedup is not None and s.is_speedup else Interval(1.0, 1.0, 1.0) for s in compared]
     words = [
@@ -319,7 +319,7 @@ def _breakdown(settings: Sequence[MeasuredSetting], one: MeasuredSetting | None)
 
 
 def _losses(settings: Sequence[MeasuredSetting]) -> list[Chart]:
-    """Chart the training loss over time and over samples. Each plan keeps its colour."""
+    """Chart the training loss over time and over samples; each plan has the same colour in both charts."""
     curves = [(s, s.curve) for s in settings if s.curve is not None and s.curve.steps]
     plans = list(dict.fromkeys(s.plan for s, _ in curves))
     charts = []
@@ -339,12 +339,12 @@ def _losses(settings: Sequence[MeasuredSetting]) -> list[Chart]:
 
 
 def _any(settings: Sequence[MeasuredSetting]) -> MeasuredSetting:
-    """Return the headline's setting if no setting on several devices has strong scaling."""
+    """Choose the setting of the headline when no setting on several devices uses strong scaling."""
     return max(settings, key=lambda s: (s.devices > 1, s.scaling == "strong", s.devices, s.throughput.middle))
 
 
 def _tried(row: Trial) -> Row:
-    """Return a row of the table of plans and settings that `auto` tried."""
+    """Return the table row of a plan or tunable setting that `auto` tried."""
     cells: list[Cell] = [
         "" if row.predicted_s is None else units.seconds(row.predicted_s),
         "" if row.step_s is None else units.seconds(row.step_s),
@@ -380,15 +380,15 @@ def _most(setting: MeasuredSetting, name: str) -> float | None:
 
 
 def _scaling_figure(settings: Sequence[MeasuredSetting]) -> Figure:
-    """Chart the speedup over devices, strong and weak, against the ideal.
+    """Chart the strong and weak speedup over the number of devices, with the ideal.
 
-    A point without a speedup is drawn hollow at 1, with a label that says so.
+    If a difference is not significant, the point is a ring at 1 with the label "no difference".
     """
     compared = sorted((s for s in settings if s.speedup is not None), key=lambda s: s.devices)
     most = max(s.devices for s in compared)
     tops = [s.speedup.high for s in compared if s.speedup is not None]
-    room = 1.22 if all(s.is_speedup for s in compared) else 1.45  # space for the text beside the last point
-    top = min(1.12 * max(most, *tops), 1.6 * most)  # a very wide interval is truncated
+    room = 1.22 if all(s.is_speedup for s in compared) else 1.45  # room for the label to the right of the last point
+    top = min(1.12 * max(most, *tops), 1.6 * most)  # very wide intervals are truncated
     ticks = [(n, str(n)) for n in sorted({1, *(s.devices for s in compared)})]
     figure = Figure(
         Axis("devices", span=(0, most * room), ticks=ticks, grid=False),
@@ -409,13 +409,13 @@ def _scaling_figure(settings: Sequence[MeasuredSetting]) -> Figure:
 
 
 def _curve(name: str, points: Sequence[MeasuredSetting], colour: str, side: str, *, from_one: bool) -> Points:
-    """Draw points with their intervals; a curve begins at one device."""
+    """Draw points with their intervals; with `from_one`, a line connects them and starts at one device."""
     gains = [p.speedup for p in points if p.speedup is not None]
     at = [gain.middle if p.is_speedup else 1.0 for p, gain in zip(points, gains, strict=True)]
     words = [
         f"{digits(gain.middle)} ×" if p.is_speedup else "no difference" for p, gain in zip(points, gains, strict=True)
     ]
-    one = [1.0] if from_one else []  # the first point of a curve has no interval
+    one = [1.0] if from_one else []  # the point of one device has no interval
     return Points(
         name,
         [*one, *(p.devices for p in points)],
@@ -439,7 +439,7 @@ def compared_figure(
     time_to_target_s: Sequence[float | None],
     final_loss: Sequence[float | None],
 ) -> Figure:
-    """Draw figures of several plans as bars side by side. Values are in the order of the names."""
+    """Draw the figures of several plans as bars; all values are in the order of the names."""
     panels = [
         Panel("bytes on the wire per step, KiB", wire_bytes, 1 / 1024),
         Panel("step time, ms", step_time_s, 1e3),

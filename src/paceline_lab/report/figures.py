@@ -1,4 +1,4 @@
-"""Parts that the pages of this package share: definitions of figures, and templates."""
+"""Definitions of figures and templates that all report pages of this package share."""
 
 from __future__ import annotations
 
@@ -121,5 +121,5 @@ DEFINITIONS: Mapping[str, Definition] = {
 
 
 def template_named(name: str) -> Template:
-    """Return a template of this package."""
+    """Return the Jinja template of this package with a given file name."""
     return template(files(__package__).joinpath("templates", name).read_text())

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def report_html(report: Report) -> str:
-    """Return throughput, speedup and efficiency of all settings."""
+    """Return HTML with the throughput, speedup and efficiency of all settings of a benchmark."""
     settings = report.settings
     figure = panelled([s.title for s in settings], [Panel("samples/s", [s.throughput.middle for s in settings])])
     rows = [
@@ -27,7 +27,7 @@ def report_html(report: Report) -> str:
 
 
 def comparison_html(found: Comparison) -> str:
-    """Return throughput and speedup of all systems."""
+    """Return HTML with the throughput and speedup of all compared systems."""
     names = [f"{way.title}, {way.label}" for way in found.ways]
     figure = panelled(names, [Panel("samples/s", [way.samples_per_s.middle for way in found.ways])])
     rows = [

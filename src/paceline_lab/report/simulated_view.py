@@ -29,7 +29,7 @@ PAGE, DATA = "simulated.html", "simulated.json"
 
 
 def write_simulated_page(simulations: Sequence[Simulation], command: str, folder: Path) -> Path:
-    """Write `simulated.html` and `simulated.json` into a folder.
+    """Write the page `simulated.html` and its data `simulated.json` into a folder.
 
     Raises:
         RunError: the files cannot be written.
@@ -63,7 +63,11 @@ def write_simulated_page(simulations: Sequence[Simulation], command: str, folder
 
 
 def _simulation(simulation: Simulation, number: int) -> dict[str, Any]:
-    """Return a simulation in the form that the template shows. `number`: its index on the page."""
+    """Return the template's values for one simulation.
+
+    Args:
+        number: index of the simulation on the page.
+    """
     job, last, told = simulation.job, simulation.strong.last, sentences(simulation.strong)
     assert last.candidate is not None
     parameters = f"{units.large(last.candidate.layout.trace.parameters)} parameters"
@@ -142,7 +146,7 @@ def _parts_figure(points: Sequence[Point], parts: Sequence[str]) -> Figure:
     shares = {part: [100 * _shares(point).get(part, 0.0) for point in points] for part in parts}
     names = [f"{point.devices:,}: {point.candidate.plan}" for point in points if point.candidate]
     figure = stacked_figure(names, shares, TIME_COLOURS, PART_NAMES, "% of a step")
-    # in a list, the device count takes the place of the rank
+    # the notes show the device count and the plan instead of a rank
     for note, point in zip(figure.notes, points, strict=True):
         note.text = f"{point.devices:,}  {point.candidate and point.candidate.plan}"
     return figure
@@ -165,7 +169,7 @@ def _between(shown: Callable[[float], Shown], interval: Interval | None) -> str:
 
 
 PUBLISHED = (OCHRE, GREEN, PURPLE, AZURE)  # colours of published curves
-_TOP = 1.6  # largest efficiency that is drawn
+_TOP = 1.6  # largest efficiency that the chart shows
 
 
 def _speedup_figure(curve: SimulatedCurve) -> Figure:
@@ -210,7 +214,7 @@ def _efficiency_figure(curve: SimulatedCurve, published: Sequence[Likeness]) -> 
                 dash="dashdot",
                 marks=8,
                 symbol="diamond",
-                in_legend=False,  # the table below explains its colour
+                in_legend=False,  # the table below the chart explains the colours
                 hints=[
                     f"measured by others\n{held.curve.title}\n{n:,} devices: {digits(share)} %"
                     for n, share in zip(held.curve.devices, shares_of, strict=True)

@@ -1,4 +1,4 @@
-"""Page of a comparison of systems: strengths, times, and all figures."""
+"""HTML page of a comparison of systems: strengths, step times, and all figures."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from paceline_lab.systems.compared import OURS, ComparedWay, Comparison
 
 
 def write_systems_page(found: Comparison, folder: Path) -> Path:
-    """Write `report.html` about a comparison into its folder.
+    """Write the page `report.html` of a comparison into the comparison's folder.
 
     Raises:
         RunError: the file cannot be written.
@@ -50,17 +50,17 @@ def write_systems_page(found: Comparison, folder: Path) -> Path:
 
 
 def write_kept_systems_page(folder: Path) -> Path:
-    """Write the page of a comparison again, from its directory.
+    """Write the page of a comparison again, from the data in its folder.
 
     Raises:
-        RunError: its report cannot be read, or the page cannot be written.
+        RunError: the data cannot be read, or the page cannot be written.
     """
     with not_by_paceline(folder, "comparison"):
         return write_systems_page(msgspec.convert(json.loads(read_text(folder / REPORT)), Comparison), folder)
 
 
 def _cards(found: Comparison) -> list[Card]:
-    """Return paceline's figures, each above the figure of the fastest other system."""
+    """Return cards with paceline's figures, each with the figure of the fastest other system."""
     ours = next(way for way in found.ways if way.way == OURS)
     best = next((way for way in found.ways if way.way == found.best_other), None)
 
@@ -79,7 +79,7 @@ def _cards(found: Comparison) -> list[Card]:
 
 
 def _cells(found: Comparison) -> dict[str, Callable[[ComparedWay], Cell | None]]:
-    """Return the table's columns, without columns that have no value."""
+    """Return the table's columns as functions that compute the cell of a system variant."""
     return {
         "step_time": lambda way: units.seconds(way.step_s),
         "times_ours": lambda way: units.ratio(way.ratio) if way.ratio else None,
@@ -104,9 +104,9 @@ _ROW_PX, _FRAME_PX = 26, 60
 
 
 def _steps(ways: Sequence[ComparedWay]) -> Chart:
-    """Chart step times as bars with intervals.
+    """Chart the step time of each system variant as a bar with its interval.
 
-    paceline's bars have their own colour; systems that compute something else are pale.
+    paceline's bars have their own colour. A bar is pale if the variant's losses differ from one process.
     """
     names, middle = [_name(way) for way in ways], [way.step_s.middle * 1e3 for way in ways]
     places = list(range(len(ways)))
@@ -132,10 +132,10 @@ def _steps(ways: Sequence[ComparedWay]) -> Chart:
 
 
 def _losses(ways: Sequence[ComparedWay]) -> Chart:
-    """Chart losses over time: paceline's plans, and each other system's faster variant."""
+    """Chart the losses over time of all plans of paceline and of one variant of each other system."""
     shown: dict[str, ComparedWay] = {}
     for way in ways:
-        if way.way == OURS or way.ratio is not None:  # other ways have a different batch
+        if way.way == OURS or way.ratio is not None:  # other variants have a different batch size
             shown.setdefault(way.way if way.system == OURS else way.system, way)
     series = [
         Line(_name(way), way.seconds, way.losses, SERIES[i % len(SERIES)]) for i, way in enumerate(shown.values())

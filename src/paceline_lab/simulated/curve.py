@@ -1,4 +1,4 @@
-"""Predicted scaling of a job: the best plan for each number of devices, with intervals."""
+"""Predicted scaling of a job: the best plan for each number of devices, and its figures with intervals."""
 
 from __future__ import annotations
 
@@ -37,22 +37,23 @@ if TYPE_CHECKING:
     from paceline.planning.machines import Basis
 
 
-# Unexpected interruptions of Llama 3's pre-training: 419 in 54 days on 2,048 hosts (arXiv:2407.21783, section 3.3.4)
+# Llama 3's pre-training had 419 unexpected interruptions in 54 days on 2,048 hosts (arXiv:2407.21783, section 3.3.4).
 PUBLISHED_FAILURES = 419 / 54 / 2048
-_STEPS = 40  # steps per draw, over which the slowest rank's time is averaged
-_LONGEST_S = 30 * 86_400.0  # longest training for which failures are drawn
+_STEPS = 40  # number of steps per draw over which the time of the slowest rank is averaged
+_LONGEST_S = 30 * 86_400.0  # longest training, in seconds, for which failures are drawn
 _NORMAL_HIGH = NormalDist().inv_cdf(HIGH)
 
 
 @dataclass(frozen=True)
 class Chances:
-    """Distributions of everything that is drawn at random.
+    """Random distributions that a simulation uses.
 
     Attributes:
-        failures_per_host_day: failures of each host per day; 0 for none.
-        jitter: distribution of a rank's step times; None if it is unknown and published runs account for it.
-        scale: error of predicted scaling.
-        seed, draws: seed of the generator, and number of draws.
+        failures_per_host_day: mean number of failures of a host per day; 0 disables failures.
+        jitter: distribution of a rank's step times. If None, `scale` covers the effect of slow ranks.
+        scale: distribution of the error of predicted scaling.
+        seed: seed of the random generator.
+        draws: number of random draws for each point.
     """
 
     scale: ScaleError
@@ -65,24 +66,27 @@ class Chances:
     def published(
         cls, failures_per_host_day: float | None = None, jitter: Jitter | None = None, seed: int = 0
     ) -> Chances:
-        """Return distributions based on published figures."""
+        """Return distributions that are based on published measurements."""
         rate = PUBLISHED_FAILURES if failures_per_host_day is None else failures_per_host_day
         return cls(ScaleError.of(held_against()), rate, jitter, seed)
 
 
 @dataclass(frozen=True)
 class Point:
-    """The job on one number of devices, with its best plan there.
+    """Prediction for a job on a given number of devices, with the best plan for that number.
 
-    Intervals cover 80 %.
+    Each interval contains the true value with a probability of 80 %.
 
     Attributes:
-        candidate: the best plan; None if none fits, with the reason in `why`.
-        step_time_s, throughput: values without failures.
-        speedup: ratio of throughput to the throughput on the fewest devices that fit.
-        efficiency: speedup over the ratio of device counts.
-        goodput: share of wall-clock time spent in steps that count, with failures and the job's own checkpoints.
-        best_goodput: the same with the checkpoint interval that loses the least time, `best_every_steps`.
+        candidate: best plan with its prediction; None if no plan fits the memory.
+        why: reason why no plan fits; empty if a plan fits.
+        step_time_s: seconds per step, without failures.
+        throughput: samples per second, without failures.
+        speedup: throughput divided by the throughput on the smallest number of devices for which a plan fits.
+        efficiency: speedup divided by the ratio of the device counts.
+        goodput: fraction of wall-clock time in steps whose result is kept, with failures and the job's checkpoints.
+        best_goodput: goodput with the checkpoint interval that loses the least time.
+        best_every_steps: checkpoint interval, in steps, that loses the least time.
     """
 
     devices: int
@@ -100,12 +104,12 @@ class Point:
 
     @property
     def fits(self) -> bool:
-        """True if a plan fits."""
+        """True if a plan fits the memory of the devices."""
         return self.candidate is not None
 
     @property
     def used(self) -> int:
-        """Devices that the best plan uses (on CPUs, including its threads); 0 without a plan."""
+        """Number of devices that the best plan uses; 0 without a plan. On CPUs, every thread uses a device."""
         if self.candidate is None:
             return 0
         layout = self.candidate.layout
@@ -115,38 +119,39 @@ class Point:
 
 @dataclass(frozen=True)
 class SimulatedCurve:
-    """Points of one kind of scaling, from the fewest devices to the whole cluster."""
+    """Points of strong or weak scaling, from the fewest devices to the whole cluster."""
 
     scaling: Scaling
     points: tuple[Point, ...]
 
     @property
     def fitting(self) -> list[Point]:
-        """The points with a plan; never empty."""
+        """Points that have a plan; there is at least one."""
         return [point for point in self.points if point.fits]
 
     @property
     def base(self) -> Point:
-        """The fewest devices that fit, the baseline of speedups."""
+        """Point with the fewest devices that have a plan, which is the baseline of all speedups."""
         return self.fitting[0]
 
     @property
     def last(self) -> Point:
-        """The most devices with a plan."""
+        """Point with the most devices that have a plan."""
         return self.fitting[-1]
 
 
 def simulated_curve(
     job: Job, cluster: Cluster, chances: Chances, calibration: Basis | None = None, *, per_device: float | None = None
 ) -> SimulatedCurve:
-    """Compute the curve of a job up to a cluster.
+    """Compute the scaling curve of a job, from few devices to a whole cluster.
 
-    With `per_device` (samples), the scaling is weak.
+    Args:
+        per_device: samples per device for weak scaling; None for strong scaling.
 
     Raises:
         JobError: the model cannot be built.
         ClusterError: a device is not in the catalogue.
-        PlanError: the job fits on no number of these devices.
+        PlanError: no plan fits the job on any number of these devices.
     """
     found = _best(job, cluster, calibration, per_device)
     points = [point for _, point in found]
@@ -161,15 +166,15 @@ def simulated_curve(
 
 
 def per_device(strong: SimulatedCurve) -> float:
-    """Return the samples per device in the cluster's best plan, for weak scaling.
+    """Return the batch size per device at the largest point of a strong curve, for use in weak scaling.
 
-    Devices that the plan leaves unused do not count.
+    Devices that the best plan does not use are not counted.
     """
     return strong.last.global_batch / strong.last.used
 
 
 def counts(cluster: Cluster) -> list[int]:
-    """List device counts that double up to the whole cluster."""
+    """List device counts that double from one device to the whole cluster."""
     each, hosts = len(cluster.hosts[0].devices), len(cluster.hosts)
     inside = [2**power for power in range(each.bit_length()) if 2**power < each]
     return [*inside, *(each * 2**power for power in range(hosts.bit_length()) if 2**power < hosts), each * hosts]
@@ -194,10 +199,10 @@ def _best(
 def _squeezed(
     cluster: Cluster, sizes: list[int], searched: Callable[[int], tuple[Cluster, Point]]
 ) -> list[tuple[Cluster, Point]]:
-    """Find points for all sizes, without searching between two sizes with equal best plans.
+    """Find the points of all sizes, but skip the search between two sizes that have the same best plan.
 
-    A plan that runs on fewer devices runs equally fast on more, so the best plan never gets slower. If the best plan is
-    the same at both ends, it is the same in between.
+    A plan for fewer devices also runs on more devices, at the same speed. So if two sizes have the same best plan, all
+    sizes between them have this plan as well.
     """
     found = {at: searched(at) for at in (0, len(sizes) - 1)}
 
@@ -225,14 +230,14 @@ class _Draws:
 
     def __init__(self, chances: Chances) -> None:
         self.chances, self.random = chances, np.random.default_rng(chances.seed)
-        self.model = self.random.standard_normal(chances.draws)  # error of the cost model, shared by all points
+        self.model = self.random.standard_normal(chances.draws)  # error of the cost model, which all points share
         self.scale = chances.scale.draw(chances.draws, self.random)
         self.usual = chances.scale.quantile(0.5)
-        if chances.jitter is not None:  # this is the median loss of published runs
+        if chances.jitter is not None:  # the jitter replaces the median loss of published runs
             self.scale, self.usual = self.scale - self.usual, 0.0
 
     def of(self, job: Job, on: Cluster, point: Point, base: Point) -> Point:
-        """Return a point with its figures."""
+        """Return a point with its predicted figures and their intervals."""
         assert point.candidate is not None
         assert base.candidate is not None
         best, first = point.candidate.prediction, base.candidate.prediction
@@ -241,7 +246,7 @@ class _Draws:
         slow_base, usual_slow_base = self._slowest(base.candidate.plan.ranks)
         ratio, times = best.throughput / first.throughput, point.devices / base.devices
         speedup = ratio * math.exp(self.usual * grown) * usual_slow_base / usual_slow
-        # the base is the reference of the other points and has no error of its own
+        # the base point is the reference of all speedups, so its own speedup has no error
         speedups = ratio * np.exp(self.scale * grown) * (slow_base / slow if point is not base else 1.0)
         rate = best.throughput * math.exp(self.usual * grown) / usual_slow
         wide = math.log(point.candidate.interval.high_s / point.candidate.interval.low_s) / 2 / _NORMAL_HIGH
@@ -256,7 +261,7 @@ class _Draws:
         )
 
     def _slowest(self, ranks: int) -> tuple[Floats, float]:
-        """Draw the ratio of the slowest rank's time to the mean. Return the draws and their mean."""
+        """Draw the step time of the slowest rank, relative to the mean. Return the draws and their mean."""
         jitter = self.chances.jitter or Jitter()
         drawn = jitter.slowest(ranks, (self.chances.draws, _STEPS), np.random.default_rng(self.chances.seed))
         return drawn.mean(axis=1), float(drawn.mean())
@@ -275,17 +280,17 @@ class _Draws:
         )
 
 
-PAYS = 0.5  # efficiency below which more devices are reported as not worthwhile
-_WORTH_NAMING = 0.02  # of a step
-_LOST = 0.02  # of the ideal; less counts as no loss
-_FAR_OFF = 0.02  # of the goodput: the gain by another checkpoint interval that is worth reporting
-_KIND = ("tp", "pp", "cp", "ep", "remat", "offload", "sequence", "schedule")  # keys whose change is reported
+PAYS = 0.5  # if the efficiency is lower, more devices are reported as not worthwhile
+_WORTH_NAMING = 0.02  # minimum fraction of a step for a part to be named
+_LOST = 0.02  # deviations from ideal efficiency up to this fraction are ignored
+_FAR_OFF = 0.02  # minimum goodput gain for which another checkpoint interval is reported
+_KIND = ("tp", "pp", "cp", "ep", "remat", "offload", "sequence", "schedule")  # plan keys whose changes are reported
 
 
 def limit_of(point: Point, base: Point) -> str:
-    """Name the parts of a step beyond the ideal, largest first.
+    """Name the parts of a step that take longer than ideal, largest excess first.
 
-    Returns "" for the base itself. If a plan leaves devices unused, the text says so and why.
+    The text is empty for the base point. If the plan leaves devices unused, the text explains why.
     """
     if point.candidate is None or base.candidate is None or point is base:
         return ""
@@ -297,7 +302,7 @@ def limit_of(point: Point, base: Point) -> str:
 
 
 def limits(curve: SimulatedCurve) -> list[tuple[str, str]]:
-    """List device counts with their `limit_of`; neighbours with the same text are grouped."""
+    """List device counts with the text of `limit_of`, grouped if consecutive texts are equal."""
     grouped: list[tuple[list[Point], str]] = []
     for point in curve.fitting[1:]:
         words = limit_of(point, curve.base)
@@ -312,9 +317,9 @@ def limits(curve: SimulatedCurve) -> list[tuple[str, str]]:
 
 
 def excess_shares(point: Point, base: Point) -> list[tuple[str, float]]:
-    """Return the parts of a step beyond the ideal, relative to the step, largest first.
+    """Return how much longer than ideal each part of a step takes, as a fraction of the step, largest first.
 
-    The ideal is the part on the base for the same number of samples per device.
+    The ideal is the time of the part on the base point, scaled to the same number of samples per device.
     """
     assert point.candidate is not None
     assert base.candidate is not None
@@ -334,7 +339,7 @@ def _fits_from(curve: SimulatedCurve) -> list[str]:
     if not too_few:
         return []
     fits = f"It fits from {count(curve.base.devices, 'device')} on, which speedups are against."
-    # the reason is the same for the weak curve
+    # the weak curve has the same reason, so only the strong curve states it
     return (
         [f"{fits} {'. '.join(too_few[-1].why.split('. ')[:2]).rstrip('.')}."] if curve.scaling == "strong" else [fits]
     )
@@ -398,7 +403,7 @@ def _limits(curve: SimulatedCurve) -> list[str]:
 
 
 def _sacrifice(curve: SimulatedCurve) -> str:
-    """Name the parts that make the fewest devices slower than their share."""
+    """Name the parts that take a larger fraction of a step on the fewest devices than on the most."""
     assert curve.base.candidate is not None
     assert curve.last.candidate is not None
     before, now = curve.base.candidate.prediction, curve.last.candidate.prediction
@@ -417,7 +422,7 @@ def _changes(curve: SimulatedCurve) -> list[str]:
 
 
 def kind_of_plan(plan: Plan) -> str:
-    """Return a plan without its numbers of data-parallel ranks and microbatches."""
+    """Describe a plan without its numbers of data-parallel ranks and microbatches."""
     default = Plan()
     parts = ["fsdp"] if plan.fsdp > 1 else []
     parts += ["dp"] if plan.dp > 1 else []
@@ -447,7 +452,7 @@ def _failures(curve: SimulatedCurve) -> list[str]:
 
 
 def _gain_by_checkpoints(point: Point) -> float:
-    """Return the goodput gained by the best checkpoint interval."""
+    """Return the goodput that the best checkpoint interval would gain."""
     if point.goodput is None or point.best_goodput is None:
         return 0.0
     return point.best_goodput - point.goodput.middle

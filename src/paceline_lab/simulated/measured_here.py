@@ -1,4 +1,4 @@
-"""Measurements of this machine, and published ones, for comparison with a simulated cluster."""
+"""Measurements of this machine and published measurements, as the basis of simulations."""
 
 from __future__ import annotations
 
@@ -38,16 +38,16 @@ if TYPE_CHECKING:
     from paceline.planning.machines import Adjustment
 
 
-_READ_S = 0.5  # time spent reading samples
+_READ_S = 0.5  # seconds for which the reading speed is measured
 
 
 @dataclass(frozen=True)
 class MeasuredHere:
-    """A measured benchmark of the job, in its directory.
+    """Benchmark of the job that was measured on this machine.
 
     Attributes:
-        device: name of its devices in the catalogue; "" if they are not in it.
-        factors: calibration factors of its runs; None if no run is usable.
+        device: name of the measured devices in the catalogue; "" if no run is usable for calibration.
+        factors: calibration factors from the benchmark's runs; None if no run is usable.
     """
 
     report: Report
@@ -56,10 +56,10 @@ class MeasuredHere:
 
     @classmethod
     def load(cls, folder: Path, job: Job) -> MeasuredHere | None:
-        """Load the benchmark in a directory; return None if there is none.
+        """Load the benchmark in a directory; return None if there is no benchmark.
 
         Raises:
-            RunError: the benchmark is of another job, or cannot be read.
+            RunError: the benchmark measured another job, or its report cannot be read.
         """
         if not (folder / REPORT).is_file():
             return None
@@ -83,15 +83,15 @@ class MeasuredHere:
 
     @property
     def one(self) -> MeasuredSetting | None:
-        """Return the job on one device."""
+        """Result of the setting on one device; None if it was not measured."""
         return next((setting for setting in self.report.settings if setting.devices == 1), None)
 
     def factors_for(self, device: str) -> Adjustment | None:
-        """Return the runs' factors for a simulated device; None if another device was measured."""
+        """Return the calibration factors if the measured device is the simulated device, otherwise None."""
         return self.factors if device == self.device else None
 
     def line(self, device: str) -> str:
-        """Describe what was measured, and whether it applies to a simulated device."""
+        """Describe what was measured here, and whether it applies to a simulated device."""
         one = self.one
         what = f"{one.plan} takes {seconds(one.step_time_s)} a step" if one else "nothing on one device"
         measured = f"measured here ({self.report.cluster}): {what}"
@@ -102,10 +102,10 @@ class MeasuredHere:
 
 
 def measured_jitter(runs: Sequence[Path]) -> Jitter:
-    """Return the distribution of ranks' step times in runs.
+    """Return the distribution of the ranks' step times in measured runs.
 
     Raises:
-        RunError: no run has enough steps.
+        RunError: no run has enough measured steps.
     """
     ratios = [ratio for run in runs for rank in step_time_ratios(Run(run)) for ratio in rank]
     return Jitter.of(ratios, f"measured in {', '.join(run.name for run in runs)}")
@@ -113,20 +113,21 @@ def measured_jitter(runs: Sequence[Path]) -> Jitter:
 
 @dataclass(frozen=True)
 class ReadingSpeed:
-    """Samples per second that one otherwise idle process reads here.
+    """Speed at which one process of this machine reads the job's samples.
 
     Attributes:
-        samples_per_s: None if unknown, with the reason in `why`.
+        samples_per_s: samples per second; None if unknown.
+        why: reason why the speed is unknown.
     """
 
     samples_per_s: float | None
     why: str = ""
 
     def line(self, samples_per_s: float, devices: int, hosts: int) -> str:
-        """Describe the reading speed that a simulated host needs.
+        """Compare the reading speed that a simulated host needs with the speed measured here.
 
         Args:
-            samples_per_s: rate of all devices of the whole cluster.
+            samples_per_s: throughput of the whole simulated cluster.
         """
         each = samples_per_s / hosts
         if self.samples_per_s is None:
@@ -140,7 +141,7 @@ class ReadingSpeed:
 
 
 def reading_speed(job: Job) -> ReadingSpeed:
-    """Measure for half a second how fast samples of the job's data are read here."""
+    """Measure for half a second how fast one process reads samples of the job's data."""
     if job.model.transformer is not None:
         return ReadingSpeed(None, "the job names no data, only dimensions")
     from paceline.data.loader import Loader
@@ -170,20 +171,19 @@ def _read_for(loader: Loader, batch: int) -> float:
 
 
 Floats = NDArray[np.float64]
-LOW, HIGH = 0.1, 0.9  # quantiles of an 80 % interval
+LOW, HIGH = 0.1, 0.9  # ends of an 80 % interval, as quantiles
 _LEVELS = 600
-_MOST_LIVES = 5_000  # maximum number of lives (times between failures) of one simulated training
+_MOST_LIVES = 5_000  # maximum expected number of failures of one simulated training
 
 
 @dataclass(frozen=True)
 class Jitter:
     """Distribution of a rank's step times, relative to their mean.
 
-    It is normal with the standard deviation `sigma`, or the distribution of measured steps.
-
     Attributes:
-        measured: measured steps, ascending, relative to their mean; () for a normal distribution.
-        words: source of the distribution, for people.
+        sigma: standard deviation of the step times.
+        measured: measured step times relative to their mean, ascending; empty for a normal distribution.
+        words: short text on the source of the distribution.
     """
 
     sigma: float = 0.0
@@ -192,15 +192,16 @@ class Jitter:
 
     @classmethod
     def of(cls, ratios: Sequence[float], words: str) -> Jitter:
-        """Return the distribution of measured step times, relative to their mean."""
+        """Build the distribution from measured step times, given relative to their mean."""
         values = np.asarray(ratios, float)
         return cls(float(values.std(ddof=1)), tuple(sorted(map(float, values))), words)
 
     def slowest(self, ranks: int, shape: tuple[int, ...], random: np.random.Generator) -> Floats:
-        """Draw the slowest of `ranks` step times.
+        """Draw the step time of the slowest of `ranks` ranks, relative to the mean.
 
-        All ranks wait for the slowest in a step, and ranks are independent of each other. The largest of N draws is the
-        U^(1/N) quantile, for U uniform. With measured steps, no draw exceeds the slowest measured step.
+        In every step, all ranks wait for the slowest rank. Step times of different ranks are assumed to be independent.
+        So the largest of N times is the U^(1/N) quantile of the distribution, with U uniform in [0, 1]. With measured
+        step times, no draw exceeds the largest measured time.
         """
         levels = random.random(shape) ** (1 / ranks)
         if self.measured:
@@ -209,16 +210,16 @@ class Jitter:
             return np.ones(shape)
         quantile = NormalDist(1.0, self.sigma).inv_cdf
         below, above = np.logspace(-15, math.log10(0.5), _LEVELS), 1 - np.logspace(math.log10(0.5), -15, _LEVELS)[1:]
-        table = np.concatenate((below, above))  # dense at both ends
+        table = np.concatenate((below, above))  # quantile levels, dense near 0 and 1
         return np.interp(levels, table, [quantile(float(level)) for level in table])
 
 
 @dataclass(frozen=True)
 class ScaleError:
-    """Error of predicted scaling, from the loss of published runs beyond the prediction.
+    """Distribution of the error of predicted scaling, estimated from published runs.
 
-    The error is the logarithm of measured over predicted efficiency, per square root of the number of doublings of
-    devices. Sources have equal weights, divided equally among the curves of a source.
+    The error is log(measured efficiency / predicted efficiency), divided by the square root of the number of times that
+    the device count doubles. All sources have equal weight, and the curves of one source share its weight.
     """
 
     values: tuple[float, ...]
@@ -226,18 +227,18 @@ class ScaleError:
 
     @classmethod
     def of(cls, held: Sequence[HeldAgainst]) -> ScaleError:
-        """Return the error of some published curves."""
+        """Estimate the distribution from published curves and their predictions."""
         curves = Counter(one.curve.source for one in held)
         pairs = sorted((one.excess, 1 / curves[one.curve.source] / len(curves)) for one in held)
         return cls(tuple(value for value, _ in pairs), tuple(weight for _, weight in pairs))
 
     def quantile(self, level: float) -> float:
-        """Return a quantile, interpolated between the curves."""
+        """Return a quantile of the error, interpolated between the curves."""
         weights = np.asarray(self.weights)
         return float(np.interp(level, np.cumsum(weights) - weights / 2, self.values))
 
     def draw(self, draws: int, random: np.random.Generator) -> Floats:
-        """Draw errors from the distribution."""
+        """Draw random errors from the distribution."""
         weights = np.asarray(self.weights)
         return np.interp(random.random(draws), np.cumsum(weights) - weights / 2, self.values)
 
@@ -245,15 +246,15 @@ class ScaleError:
 def drawn_goodput(
     costs: FailureCosts, interval_s: float, wall_s: float, draws: int, random: np.random.Generator
 ) -> Floats:
-    """Draw the goodput of trainings of a given length, each with failures at random.
+    """Draw the goodput of random trainings of a given length, each with random failures.
 
-    The times between failures are exponential, as in `FailureCosts`. `FailureCosts` has the mean over a long time; this
-    function draws what a single training may experience. If recovery is not in place, each life counts only the
-    intervals whose checkpoints were written during it.
+    The times between failures are exponentially distributed, as in `FailureCosts`, which computes the mean over a long
+    time. This function draws the results of single trainings. If a failure ends the processes, only steps
+    before the last written checkpoint count as useful.
 
     Args:
-        interval_s: seconds of steps between checkpoints.
-        wall_s: wall-clock seconds of a training.
+        interval_s: seconds of training steps between two checkpoints.
+        wall_s: wall-clock seconds of each training.
     """
     wall_s = min(wall_s, _MOST_LIVES * costs.between_s)
     expected = wall_s / costs.between_s
@@ -262,7 +263,9 @@ def drawn_goodput(
     ends = np.cumsum(lives + gap_s, axis=1)
     ended = ends <= wall_s
     begins = ends - lives - gap_s
-    running = np.minimum(lives, np.maximum(wall_s - begins, 0.0))  # of each life, the time within the training
+    running = np.minimum(
+        lives, np.maximum(wall_s - begins, 0.0)
+    )  # seconds between failures that lie within the training
     stalled_s = costs.stalled_s(interval_s)
     share = interval_s / (interval_s + stalled_s)
     if costs.goes_on:
@@ -270,16 +273,16 @@ def drawn_goodput(
         useful = share * running
     else:
         begun_s = np.full(lives.shape[1], costs.restart_s)
-        begun_s[0] = 0.0  # the first life begins without a restart
+        begun_s[0] = 0.0  # the training starts without a restart
         trained = np.maximum(running - begun_s, 0.0)
         kept = np.floor(np.maximum(trained - costs.write_s, 0.0) / (interval_s + stalled_s)) * interval_s
-        useful = np.where(ended, kept, share * trained)  # a life that has not ended loses nothing
+        useful = np.where(ended, kept, share * trained)  # no steps are lost after the last failure
     goodput: Floats = np.minimum(useful.sum(axis=1) / wall_s, 1.0)
     return goodput
 
 
 def interval_of(draws: Floats, middle: float) -> Interval:
-    """Return the 80 % interval of draws, widened to include `middle`."""
+    """Return the 80 % interval of random draws, widened to include `middle`."""
     low, high = (float(value) for value in np.quantile(draws, (LOW, HIGH)))
     return Interval(min(low, middle), middle, max(high, middle))
 
@@ -287,16 +290,17 @@ def interval_of(draws: Floats, middle: float) -> Interval:
 FILE = Path(__file__).with_name("published_curves.yaml")
 Kind = Literal["images", "language"]
 _KIND = FileKind("list of published curves", "curves", "`curves: []`", PlanError)
-# weight of another device, and of another generation, relative to a factor of ten in the work of a sample
+# distances for another device and for another device generation; a factor of ten in work per sample has distance 1
 _OTHER_DEVICE, _OTHER_GENERATION = 1.0, 1.0
 
 
 class PublishedCurve(BaseModel):
-    """Measurements of one training on several device counts, from one source.
+    """Published measurements of one training on several device counts.
 
     Attributes:
-        run: cells of a table of runs that all points share; `points` has the cells that differ.
-        scaling: `strong` at a constant global batch, `weak` if the batch grows with the devices.
+        run: cells that all points share, by column of a table of runs.
+        points: cells that differ between the points, by column of a table of runs.
+        scaling: `strong` if the global batch is constant, `weak` if it grows with the number of devices.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -312,29 +316,30 @@ class PublishedCurve(BaseModel):
 
     @property
     def cells(self) -> list[dict[str, str]]:
-        """Return the cells of each point, in the format of a table of runs."""
+        """Cells of each point, by column of a table of runs."""
         return [{name: _text(value) for name, value in (self.run | point).items()} for point in self.points]
 
     @property
     def rows(self) -> list[Row]:
-        """Return the points as measured runs. Raises the errors of `row_of`."""
+        """Points as measured runs."""
         cells = self.cells
         return [row_of(self.id, at, own, cells) for at, own in enumerate(cells, start=1)]
 
     @property
     def devices(self) -> list[int]:
-        """Return the number of devices of each point, ascending."""
+        """Number of devices of each point, in ascending order."""
         return [int(point["n_gpus"]) for point in self.points]
 
 
 @dataclass(frozen=True)
 class HeldAgainst:
-    """A published curve beside the cost model's prediction for the same plans and machines.
+    """Published curve, and the cost model's prediction for the same plans and machines.
 
     Attributes:
         efficiency: measured work per device and second, relative to the first point.
-        predicted: the same as predicted by the cost model, without any calibration.
-        seconds, predicted_s: measured and predicted seconds of a step.
+        predicted: predicted work per device and second without calibration, relative to the first point.
+        seconds: measured seconds per step.
+        predicted_s: predicted seconds per step.
     """
 
     curve: PublishedCurve
@@ -346,28 +351,31 @@ class HeldAgainst:
 
     @property
     def excess(self) -> float:
-        """Logarithm of measured over predicted efficiency on most devices, scaled by doublings.
+        """Logarithm of measured over predicted efficiency at the last point, per square root of doublings.
 
-        It is divided by the square root of the number of doublings, since errors grow more slowly than the number of
-        doublings: the square root leaves the least error on held-out curves (`benchmarks/scale_published.py`).
+        Doublings are the number of times that the device count doubles between the first point and the last point. The
+        square root gives the smallest error on held-out curves (`benchmarks/scale_published.py`).
         """
         return math.log(self.efficiency[-1] / self.predicted[-1]) / math.sqrt(self.doublings(len(self.rows) - 1))
 
     def doublings(self, at: int) -> float:
-        """Return the number of doublings from the first point to another point."""
+        """Return how many times the device count doubles from the first point to the point with an index."""
         return math.log2(self.curve.devices[at] / self.curve.devices[0])
 
 
 @cache
 def published_curves() -> tuple[PublishedCurve, ...]:
-    """Return all curves of the file, in order."""
+    """Return all published curves, in the order of their file."""
     values, _ = read_yaml(FILE, _KIND)
     return tuple(PublishedCurve.model_validate(curve) for curve in values["curves"])
 
 
 @cache
 def held_against() -> tuple[HeldAgainst, ...]:
-    """Return all curves with their predictions. The first call takes a few tenths of a second."""
+    """Return all published curves with their predictions.
+
+    The first call takes a few tenths of a second; later calls return the cached result.
+    """
     return tuple(map(_held_against, published_curves()))
 
 
@@ -386,9 +394,9 @@ def _held_against(curve: PublishedCurve) -> HeldAgainst:
 
 
 def _efficiencies(rows: Sequence[Row], seconds: Sequence[float]) -> list[float]:
-    """Return work per device and second, relative to the first point.
+    """Return the FLOPs per device and second of each point, relative to the first point.
 
-    Work is measured in FLOPs, since the models of some curves grow.
+    FLOPs are compared instead of samples, since the model grows with the device count in some curves.
     """
     rates = [
         row.layout.trace.flops * row.layout.global_batch / row.layout.ranks / s
@@ -399,11 +407,11 @@ def _efficiencies(rows: Sequence[Row], seconds: Sequence[float]) -> list[float]:
 
 @dataclass(frozen=True)
 class Likeness:
-    """A published curve beside a simulated one, with every way in which they differ.
+    """Similarity of a published curve to a simulated curve.
 
     Attributes:
-        distance: 0 if the curves are alike; larger the less alike they are.
-        differences: the differences in words.
+        distance: 0 for the same device and the same work per sample; larger for less similar curves.
+        differences: short texts on how the published curve differs.
     """
 
     held: HeldAgainst
@@ -412,16 +420,19 @@ class Likeness:
 
 
 def kind_of(trace: ModelTrace) -> Kind | None:
-    """Return the kind of a model: convolutions, or sequences of tokens; None if neither."""
+    """Return `images` for a convolutional model, `language` for sequences of tokens, otherwise None."""
     if any(gemm.read for block in trace.blocks for gemm in block.gemms):
         return "images"
     return "language" if trace.tokens > 1 else None
 
 
 def alike(trace: ModelTrace, device: Accelerator, scaling: Scaling, most: int = 4) -> list[Likeness]:
-    """Return the published curves of the same kind of model and scaling, most similar first.
+    """Return published curves of the same kind of model and of scaling, most similar first.
 
-    Curves of different sources come before a second curve of one source, so that several systems are shown.
+    A second curve of a source is chosen only if every source already has a curve, so that several systems are shown.
+
+    Args:
+        most: maximum number of curves.
     """
     same = [h for h in held_against() if h.curve.kind == kind_of(trace) and h.curve.scaling == scaling]
     found = sorted((_likeness(held, trace, device) for held in same), key=lambda one: one.distance)

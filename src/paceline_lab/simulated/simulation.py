@@ -37,19 +37,21 @@ if TYPE_CHECKING:
     from paceline.planning.machines import Basis
 
 
-_CORRECTED = "corrected by"  # marks the note in a prediction that says that measured runs corrected it
+_CORRECTED = "corrected by"  # start of the note in a prediction that measured runs have corrected
 
 
 @dataclass(frozen=True)
 class Simulation:
-    """A job on one cluster: curves, published curves for comparison, and the basis of both.
+    """Simulated scaling of a job on one cluster, with published curves for comparison.
 
     Attributes:
-        name: name of the cluster as given; `about` describes it in words.
-        device: name of the device in the catalogue.
-        curves: strong scaling, then weak scaling if requested.
-        rests_on: sentences on the basis of the figures.
-        unknown: sentences on what the figures leave out.
+        name: name of the cluster as the user gave it.
+        about: description of the cluster.
+        device: name of the cluster's devices in the catalogue.
+        curves: curve of strong scaling, and then of weak scaling if requested.
+        published: similar published curves for each kind of scaling.
+        rests_on: sentences on the assumptions and data behind the figures.
+        unknown: sentences on effects that the figures do not include.
     """
 
     job: Job
@@ -64,17 +66,17 @@ class Simulation:
 
     @property
     def strong(self) -> SimulatedCurve:
-        """Strong scaling."""
+        """Curve of strong scaling."""
         return self.curves[0]
 
     @property
     def tokens(self) -> int:
-        """Tokens of a sample; 1 if the sample is not a sequence."""
+        """Number of tokens per sample; 1 if a sample is not a sequence."""
         assert self.strong.base.candidate is not None
         return self.strong.base.candidate.layout.trace.tokens
 
     def to_json(self) -> dict[str, Any]:
-        """Return the simulation as plain JSON values. It contains no measurements."""
+        """Return the simulation as JSON values."""
         return {
             "job": self.job.name,
             "cluster": self.name,
@@ -100,18 +102,19 @@ def simulate(
     here: MeasuredHere | None = None,
     reading: ReadingSpeed | None = None,
 ) -> Simulation:
-    """Simulate a job on a cluster and on fewer of its devices.
+    """Simulate a job on a whole cluster and on smaller parts of the cluster.
 
     Args:
-        name: name of the cluster as given.
-        calibration: factors of measured runs; factors of a benchmark on the same device replace them.
-        here: a benchmark of the job, measured on this machine.
-        reading: how fast this machine reads the job's samples.
+        name: name of the cluster as the user gave it.
+        weak: whether to simulate weak scaling as well.
+        calibration: calibration factors from measured runs; None takes them from `here` if the device is the same.
+        here: benchmark of the job on this machine.
+        reading: measured speed at which this machine reads the job's samples.
 
     Raises:
         JobError: the model cannot be built.
         ClusterError: a device is not in the catalogue.
-        PlanError: the job fits on no number of these devices.
+        PlanError: no plan fits the job on any number of these devices.
     """
     from paceline.planning.machines import machines
 
@@ -247,7 +250,7 @@ TITLES = {
 
 
 def show(simulation: Simulation, console: Console) -> None:
-    """Print a simulation: curves, findings, published curves, and the basis of all figures."""
+    """Print a simulation: curves, findings, published curves, and the assumptions behind all figures."""
     console.width = min(console.width, WIDTH) if console.is_terminal else WIDTH
     cores = simulation.device.startswith("CPU")
     console.print(Text.assemble((f"\n{simulation.job.name} on {simulation.name}", "bold"), "  simulated, not measured"))
@@ -269,7 +272,7 @@ def show(simulation: Simulation, console: Console) -> None:
 
 
 def _points(curve: SimulatedCurve) -> Table:
-    """Return a row for each number of devices; 80 % intervals are in brackets."""
+    """Return a table with one row for each number of devices, and with 80 % intervals in brackets."""
     goodput = any(point.goodput for point in curve.fitting)
     columns = ["devices", "step", "samples/s", "speedup", "efficiency", *(["goodput"] if goodput else []), "MFU"]
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
