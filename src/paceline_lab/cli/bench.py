@@ -153,7 +153,7 @@ def _asked(
 
 
 def _end(measured: _Measured, asked: _Asked, *, as_json: bool) -> None:
-    """Print the figures and how to continue; exit with an error code if the benchmark failed or was stopped."""
+    """Print the figures. Exit with an error code if the benchmark failed or was stopped."""
     if measured.stopped_by:
         go_on = asked.line if asked.out else f"{asked.line} --out {shlex.quote(str(measured.path))}"
         typer.echo(f"stopped  {measured.stopped_by}; the finished runs are kept. To continue: {go_on}")

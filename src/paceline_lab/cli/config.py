@@ -151,7 +151,7 @@ def explain_config(
 
 
 def dimensions_of(name: str) -> Dimensions | dict[str, Any]:
-    """Look up the dimensions of a model by its name, or read them from a job file.
+    """Look up a model's dimensions by name, or read the dimensions from a job file.
 
     Raises:
         PlanError: no model with this name is known, or the job's model has no dimensions.

@@ -29,13 +29,13 @@ class Configuration:
         system: name of the training system, such as `Megatron-LM`.
         dimensions: model dimensions that the file contains, by key of `Dimensions`.
         model_name: name of the model, to look up the other dimensions; "" if the file does not name one.
-        ranks: number of ranks; None if the file does not contain it.
+        ranks: number of ranks; None if the file does not state it.
         replicas: number of data-parallel ranks with copies of the same parameters; REST uses all remaining ranks.
         shard: number of data-parallel ranks that shard parameters (ZeRO, FSDP); REST uses all remaining ranks.
         zero: ZeRO stage of the sharding, from 1 to 3.
         virtual: number of pipeline stages on each rank.
-        microbatch: samples per microbatch on a data-parallel rank; None if the file does not contain it.
-        microbatches: number of microbatches per step; None if the file does not contain it.
+        microbatch: samples per microbatch on a data-parallel rank; None if the file does not state it.
+        microbatches: number of microbatches per step; None if the file does not state it.
         precision: precision of the computation: `fp32`, `bf16`, `fp16` or `fp8`.
         read: keys that the reader understood, with their values.
         noted: known keys that the prediction ignores, with the assumption that it makes instead.
@@ -96,7 +96,7 @@ def planned(
     """Convert a configuration to a job and a plan.
 
     Args:
-        devices: number of ranks to use if the configuration does not contain it.
+        devices: number of ranks to use if the configuration does not state one.
         name: name of the returned job.
         known: function that returns the dimensions of a model with a given name.
 
@@ -225,7 +225,7 @@ def _batch(configuration: Configuration, data: int) -> tuple[int, int]:
 
 
 def _precision(configuration: Configuration) -> tuple[str, str, list[str]]:
-    """Return the job's precision, the precision of matrix products (or ""), and notes on differences."""
+    """Return the job's precision, the precision of matrix products ("" if equal), and notes on differences."""
     stated = configuration.precision
     if stated in get_args(Precision):
         return stated, "", []
@@ -306,8 +306,8 @@ _TRUE, _FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0", "none", 
 class Keys:
     """Values of a configuration by key, with a record of the keys that were read.
 
-    A name matches the key of the same name, or a key that ends with a dot and the name. The values `auto` and `null`, and
-    an empty string, count as missing.
+    A name matches the key of the same name, or a key that ends with a dot and the name. An empty string,
+    `auto` and `null` count as missing values.
     """
 
     def __init__(
@@ -325,7 +325,7 @@ class Keys:
         self._noted = {re.compile(pattern): about for pattern, about in (noted or {}).items()}
 
     def given(self, *names: str) -> Any:
-        """Return the value of the first name that has a value; None if no name has one."""
+        """Return the value of the first name that has a value; None if all are missing."""
         for name in names:
             for key in self._matching(name):
                 value = self.values[key]
@@ -497,7 +497,7 @@ def refuse(system: str, plan: Plan, job: Job, reasons: Mapping[str, bool]) -> No
     """Refuse a plan that uses features that a system does not support.
 
     Args:
-        reasons: unsupported features, each with True if the plan uses it. Features that no other system supports are
+        reasons: unsupported features, each with True if the plan uses it. Features that only paceline supports are
             always checked.
 
     Raises:

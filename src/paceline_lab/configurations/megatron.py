@@ -402,7 +402,7 @@ def _computed(text: str, variables: Mapping[str, str]) -> str | None:
 def _flags(text: str) -> dict[str, Any]:
     try:
         words = shlex.split(text)
-    except ValueError:  # a quote has no counterpart
+    except ValueError:  # a quotation mark is not closed
         words = text.replace('"', " ").replace("'", " ").split()
     words = [part for word in words for part in (word.split() if word.startswith("--") else [word])]
     flags: dict[str, Any] = {}

@@ -129,7 +129,7 @@ def _verdict(best: MeasuredSetting, one: MeasuredSetting | None, report: Report)
 
 
 def _medians_say(best: MeasuredSetting, one: MeasuredSetting | None) -> str:
-    """Explain why the speedup differs visibly from the ratio of the shown medians; "" if it does not."""
+    """Explain a visible difference between the speedup and the ratio of the shown medians, if there is one."""
     if one is None or best.speedup is None:
         return ""
     ratio = best.throughput.middle / one.throughput.middle

@@ -52,7 +52,7 @@ class RankUse:
 
 @dataclass(frozen=True)
 class Curve:
-    """Loss curve of one run: steps, with the elapsed seconds, the samples so far and the loss of each."""
+    """Loss curve of one run, with the step, the elapsed seconds and the total samples of each point."""
 
     steps: list[int]
     seconds: list[float]
@@ -70,11 +70,11 @@ class MeasuredSetting:
         scaling: `strong` uses the job's global batch. `weak` multiplies the global batch by the number of devices. One
             device is the baseline of both.
         global_batch: samples per optimizer step.
-        step_time_s: median and interval over the repeats of each repeat's median step time, without warm-up steps.
+        step_time_s: step time after warm-up, as the median and interval of the repeats' median step times.
         throughput: samples per second, computed as global batch / step time.
         training_time_s: seconds from the first step until the stop rule ends the run; None if the number of steps is
             fixed.
-        time_to_target_s: seconds from the first step to the job's target; None if any repeat did not.
+        time_to_target_s: seconds until the job's target is reached; None if a repeat did not reach the target.
         speedup: time on one device / time on N devices; None for one device. Weak scaling compares times per sample.
         is_speedup: True if the compared times differ significantly, that is, if their intervals do not overlap.
         efficiency: speedup divided by the number of devices.

@@ -157,7 +157,7 @@ def measured(
 def _compared(
     result: MeasuredSetting, setting: Setting, runs: Sequence[FinishedRun], one: Sequence[FinishedRun], cores: int
 ) -> MeasuredSetting:
-    """Return the result with its speedup compared with one device.
+    """Add the speedup over one device to a result.
 
     If the runs train until the stop rule, the speedup compares training times. Otherwise it compares times per sample.
     """
@@ -185,9 +185,9 @@ def _by_round(runs: Sequence[FinishedRun]) -> list[float | None]:
 
 
 def _comparable_times(runs: Sequence[FinishedRun], whole: bool) -> dict[int, float]:
-    """Return the seconds that each round takes for the whole training, or else for one sample.
+    """Return the seconds of each round for the whole training, or for one sample.
 
-    Step times cannot be compared, since a step of weak scaling has more samples.
+    Times per sample are compared instead of step times, since a step of weak scaling has more samples.
     """
     return {run.round: run.training_time_s if whole else run.step_time_s / run.samples for run in runs}
 
@@ -291,7 +291,7 @@ def stolen_share(other_cores: float | None, *, devices: int, cores: int) -> floa
 
 
 def undisturbed(time_s: Interval, stolen: float) -> Interval:
-    """Lower the interval's lower end by the fraction of time that other processes may have cost.
+    """Lower the lower end of a time interval by the fraction that other processes may have cost.
 
     Without other load, the runs might have been shorter, but not longer. No measurement is discarded.
     """
@@ -389,7 +389,7 @@ class BenchmarkDirectory:
             except OSError as error:
                 raise RunError(
                     "bench.directory_unwritable",
-                    "the benchmark cannot be kept in {path}: {reason}. Name a directory with --out.",
+                    "the benchmark cannot be stored in {path}: {reason}. Name another directory with --out.",
                     path=self.path,
                     reason=error.strerror,
                 ) from error

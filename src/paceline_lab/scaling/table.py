@@ -282,8 +282,7 @@ def headline_of(settings: Sequence[MeasuredSetting], auto: str = "") -> Measured
     """Choose the setting that the headline of a report describes; None if none uses several devices.
 
     This is the setting with the plan that `auto` chose. If that plan was not measured on several devices, it is the
-    fixed layout on the most devices. Without a fixed layout, it is the fastest plan on the
-    most devices.
+    fixed layout on the most devices. Without a fixed layout, it is the fastest plan on the most devices.
     """
     strong = [s for s in settings if s.scaling == "strong" and s.devices > 1]
     return max(strong, key=lambda s: (s.plan == auto, s.fixed, s.devices, s.throughput.middle), default=None)
@@ -330,7 +329,10 @@ def _about_larger_batch(many: MeasuredSetting, weak: MeasuredSetting | None) -> 
 
 
 def _gain(many: MeasuredSetting, weak: MeasuredSetting) -> Interval | None:
-    """Return the throughput gain of weak over strong scaling; None if too few rounds ran both."""
+    """Return the throughput of weak scaling divided by that of strong scaling.
+
+    The result is None if too few rounds contain a run of both.
+    """
     samples = [s.throughput.middle * s.step_time_s.middle for s in (many, weak)]
     pairs = [
         (strong_s / samples[0]) / (weak_s / samples[1])

@@ -73,7 +73,7 @@ class Chances:
 
 @dataclass(frozen=True)
 class Point:
-    """Prediction for a job on a given number of devices, with the best plan for that number.
+    """Prediction for a job on a given number of devices, with the best plan.
 
     Each interval contains the true value with a probability of 80 %.
 
@@ -83,7 +83,7 @@ class Point:
         step_time_s: seconds per step, without failures.
         throughput: samples per second, without failures.
         speedup: throughput divided by the throughput on the smallest number of devices for which a plan fits.
-        efficiency: speedup divided by the ratio of the device counts.
+        efficiency: speedup divided by the factor by which the number of devices grows.
         goodput: fraction of wall-clock time in steps whose result is kept, with failures and the job's checkpoints.
         best_goodput: goodput with the checkpoint interval that loses the least time.
         best_every_steps: checkpoint interval, in steps, that loses the least time.
@@ -109,7 +109,7 @@ class Point:
 
     @property
     def used(self) -> int:
-        """Number of devices that the best plan uses; 0 without a plan. On CPUs, every thread uses a device."""
+        """Number of devices that the best plan uses; 0 without a plan. On CPUs, every thread uses one core."""
         if self.candidate is None:
             return 0
         layout = self.candidate.layout
@@ -226,7 +226,7 @@ def _squeezed(
 
 
 class _Draws:
-    """Random draws shared by all points of a curve, so that their errors are correlated."""
+    """Random draws that all points of a curve share, so that the errors of the points are correlated."""
 
     def __init__(self, chances: Chances) -> None:
         self.chances, self.random = chances, np.random.default_rng(chances.seed)

@@ -192,7 +192,7 @@ class Jitter:
 
     @classmethod
     def of(cls, ratios: Sequence[float], words: str) -> Jitter:
-        """Build the distribution from measured step times, given relative to their mean."""
+        """Build the distribution from measured step times that were divided by their mean."""
         values = np.asarray(ratios, float)
         return cls(float(values.std(ddof=1)), tuple(sorted(map(float, values))), words)
 
@@ -249,8 +249,8 @@ def drawn_goodput(
     """Draw the goodput of random trainings of a given length, each with random failures.
 
     The times between failures are exponentially distributed, as in `FailureCosts`, which computes the mean over a long
-    time. This function draws the results of single trainings. If a failure ends the processes, only steps
-    before the last written checkpoint count as useful.
+    time. This function draws the results of single trainings. If a failure destroys state in memory, only steps before
+    the last written checkpoint count as useful.
 
     Args:
         interval_s: seconds of training steps between two checkpoints.
@@ -290,7 +290,7 @@ def interval_of(draws: Floats, middle: float) -> Interval:
 FILE = Path(__file__).with_name("published_curves.yaml")
 Kind = Literal["images", "language"]
 _KIND = FileKind("list of published curves", "curves", "`curves: []`", PlanError)
-# distances for another device and for another device generation; a factor of ten in work per sample has distance 1
+# distance added for another device, and for another generation; a factor of ten in work per sample adds 1
 _OTHER_DEVICE, _OTHER_GENERATION = 1.0, 1.0
 
 
@@ -298,8 +298,8 @@ class PublishedCurve(BaseModel):
     """Published measurements of one training on several device counts.
 
     Attributes:
-        run: cells that all points share, by column of a table of runs.
-        points: cells that differ between the points, by column of a table of runs.
+        run: values that all points share, by column name of a table of runs.
+        points: values of each point that differ from other points, by column name of a table of runs.
         scaling: `strong` if the global batch is constant, `weak` if it grows with the number of devices.
     """
 
@@ -316,7 +316,7 @@ class PublishedCurve(BaseModel):
 
     @property
     def cells(self) -> list[dict[str, str]]:
-        """Cells of each point, by column of a table of runs."""
+        """Values of each point as text, by column name of a table of runs."""
         return [{name: _text(value) for name, value in (self.run | point).items()} for point in self.points]
 
     @property
@@ -351,15 +351,15 @@ class HeldAgainst:
 
     @property
     def excess(self) -> float:
-        """Logarithm of measured over predicted efficiency at the last point, per square root of doublings.
+        """Error of the predicted efficiency at the last point, as defined by `ScaleError`.
 
-        Doublings are the number of times that the device count doubles between the first point and the last point. The
-        square root gives the smallest error on held-out curves (`benchmarks/scale_published.py`).
+        Dividing by the square root of the doublings gives the smallest error on held-out curves
+        (`benchmarks/scale_published.py`).
         """
         return math.log(self.efficiency[-1] / self.predicted[-1]) / math.sqrt(self.doublings(len(self.rows) - 1))
 
     def doublings(self, at: int) -> float:
-        """Return how many times the device count doubles from the first point to the point with an index."""
+        """Return how many times the device count doubles from the first point to the point `at`."""
         return math.log2(self.curve.devices[at] / self.curve.devices[0])
 
 

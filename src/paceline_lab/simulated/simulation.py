@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from paceline.planning.machines import Basis
 
 
-_CORRECTED = "corrected by"  # start of the note in a prediction that measured runs have corrected
+_CORRECTED = "corrected by"  # first words of the note that predictions corrected by measured runs contain
 
 
 @dataclass(frozen=True)

@@ -48,7 +48,7 @@ from paceline_lab.systems.started import Finished, Kill, python_of, run
 from paceline_lab.systems.system import JOB, SYSTEMS, Start, System, Task
 from paceline_lab.systems.table import REFERENCE
 
-PROOF_STEPS = 12  # steps of the first run of each system variant, whose losses are compared before any timing
+PROOF_STEPS = 12  # steps of the first run of each system variant, in which losses are compared before any timing
 STEPS = 70
 _PATIENCE = 5.0
 _PORTS = 40  # number of consecutive free ports that a run needs
@@ -91,7 +91,7 @@ class Compare:
             sends less data.
         repeat: number of runs of every system variant.
         steps: number of steps of every run.
-        weak: whether every rank computes the job's whole global batch; otherwise the ranks divide it.
+        weak: whether every rank processes a batch of the job's global batch size; otherwise the ranks share one batch.
         tuned: whether to run each system a second time with paceline's memory and data settings and the system's own
             tuned settings.
         kill: whether to make one more run of each system in which a rank is killed half-way.
@@ -229,7 +229,7 @@ class Compare:
 
     @contextmanager
     def _emulated(self) -> Iterator[Emulation | None]:
-        """Emulate hosts for the other systems. paceline's command emulates its hosts itself."""
+        """Emulate hosts for the other systems; the command of paceline emulates its own hosts."""
         if self.cluster.emulate is None:
             yield None
             return

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from paceline_lab.systems.compare import Compare, Way
 
 
-WARM_UP, BLOCKS = 10, 5  # steps before timing starts; blocks of timed steps, whose median time is the run's step time
+WARM_UP, BLOCKS = 10, 5  # number of warm-up steps, and number of blocks into which the timed steps are divided
 _RECENT = 10  # number of recent steps whose mean loss must be below the target
 
 
@@ -62,8 +62,8 @@ class ComparedWay:
 
     Attributes:
         lines: number of lines that differ from a plain PyTorch script; None if the system has no script.
-        difference: largest relative difference between its losses and the losses of one process.
-        same: True if its losses equal the losses of one process, up to rounding.
+        difference: largest relative difference between the variant's losses and the losses of one process.
+        same: True if the variant's losses equal the losses of one process, up to rounding.
         exact: False for a sync rule of paceline that converges similarly but does not compute the same losses.
         speedup: throughput divided by the throughput of a plain PyTorch script on one core.
         efficiency: speedup divided by the number of ranks.
@@ -166,7 +166,7 @@ def step_time_s(ended_s: Sequence[float]) -> float:
 
 
 def time_to(target: float | None, losses: Sequence[float], ended_s: Sequence[float]) -> float | None:
-    """Return the seconds from the end of the first step until the recent mean loss was below the target."""
+    """Return the seconds from the first step's end until the recent mean loss is below the target."""
     if target is None:
         return None
     for step in range(_RECENT, len(losses) + 1):

@@ -23,7 +23,7 @@ _SURE = 0.1
 
 @dataclass(frozen=True)
 class Reference:
-    """Single-process training whose losses a system's losses are compared with.
+    """Training in a single process, with whose losses the losses of a system are compared.
 
     Attributes:
         batch: samples per step; None for the batch size of the comparison.
@@ -123,7 +123,7 @@ def as_compared(job: Job, steps: int, ranks: int) -> Job:
         raise RunError(
             "compare.batch_uneven",
             "global_batch {global_batch} cannot be divided evenly over {ranks}, and the other systems need equal "
-            "parts. Use {choice}.",
+            "parts. Set global_batch to {choice}.",
             global_batch=job.global_batch,
             ranks=count(ranks, "rank"),
             choice=job.global_batch // ranks * ranks or ranks,
@@ -131,7 +131,7 @@ def as_compared(job: Job, steps: int, ranks: int) -> Job:
     if job.precision != "fp32":
         raise RunError(
             "compare.precision",
-            "systems are compared in fp32, but the job says precision: {precision}. Leave it out.",
+            "systems are compared in fp32, but the job sets precision: {precision}. Remove this key.",
             precision=job.precision,
         )
     if keys := job.beyond_plain_steps:
@@ -154,13 +154,13 @@ def grown(job: Job, ranks: int) -> Job:
     if ranks == 1:
         raise RunError(
             "compare.weak_of_one",
-            "weak scaling compares several ranks with one, but only one rank is available. Leave --weak out.",
+            "weak scaling compares several ranks with one, but only one rank is available. Remove --weak.",
         )
     if job.loss.is_over_whole_batch:
         raise RunError(
             "compare.weak_joint_loss",
             "the loss {loss} compares all samples of a batch with each other, so {ranks} times the batch is more "
-            "than {ranks} times the work. Leave --weak out.",
+            "than {ranks} times the work. Remove --weak.",
             loss=job.loss.name,
             ranks=ranks,
         )
@@ -191,7 +191,7 @@ def must_draw_nothing(job: Job) -> None:
             raise RunError(
                 "compare.dropout",
                 'the layer "{name}" uses dropout (p={p:g}), and every system draws different masks, so their '
-                "losses cannot be compared. Set it to 0 in model.args.",
+                "losses cannot be compared. Set the dropout probability to 0 in model.args.",
                 name=name,
                 p=module.p,
             )

@@ -66,7 +66,7 @@ def run(
         environment: additional environment variables for all processes of the run.
         deadline_s: seconds after which the run counts as hanging and is killed.
         stopped: function that is polled during the run; if it returns True, the run ends.
-        kill: kill of one rank during the run; None for a run without a fault.
+        kill: fault that kills one rank during the run; None for a run without faults.
 
     Raises:
         RunError: the run failed or hung; the error includes part of the run's output.
@@ -210,7 +210,10 @@ class Kill:
 
     @classmethod
     def within(cls, runs: Iterable[TakenRun]) -> tuple[Kill, int]:
-        """Return a kill at the middle of a run, and the run's number of steps, based on the times of earlier runs."""
+        """Return a kill at the middle of a run, and the number of steps of this run.
+
+        Both are computed from the times of earlier runs.
+        """
         runs = list(runs)
         step_s = statistics.median(run.step_s for run in runs)
         steps = min(MOST_STEPS, max(len(runs[0].losses), round(LEAST_S / step_s)))
@@ -271,8 +274,8 @@ def python_of(system: System, say: Callable[[str], None]) -> Path:
     except OSError as error:
         raise RunError(
             "compare.no_environment",
-            "{system} is not installed: there is no folder for its environment, because {folder} cannot be used "
-            "({reason}). Set XDG_CACHE_HOME to your own folder.",
+            "{system} is not installed: its environment needs the folder {folder}, which cannot be used ({reason}). "
+            "Set XDG_CACHE_HOME to a writable folder.",
             system=system.title,
             folder=error.filename,
             reason=error.strerror,

@@ -119,7 +119,7 @@ class System:
         apart: True if the system's environment contains neither paceline nor torch.
         tuned: the system's own settings in its tuned variant, in addition to paceline's memory and data settings.
         takes_channels_last: True if the system can train weights in the channels-last memory format.
-        is_killed: True if benchmarks may kill one of the system's ranks; False if the script here cannot recover.
+        is_killed: True if benchmarks may kill one of the system's ranks; False if the system's script cannot recover.
         one_machine: reason why the system cannot run on emulated hosts; None if it can.
     """
 
@@ -216,12 +216,12 @@ class Steps:
 
 @dataclass(frozen=True)
 class SystemInfo:
-    """Import path of a system's description, which is imported on first use."""
+    """Import path of a `System`, which is loaded on first use."""
 
     path: str
 
     def load(self) -> System:
-        """Import the description of the system."""
+        """Import the `System` from its path."""
         from paceline.job.spec import load_object
 
         system: System = load_object(self.path)

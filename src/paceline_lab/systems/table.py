@@ -83,7 +83,7 @@ def _groups_of_torchft(start: Start) -> list[Command]:
 
 
 def _simulation_of_flower(start: Start) -> list[Command]:
-    """Return the command of a Flower simulation, whose clients are Ray actors and whose server records the steps."""
+    """Return the command of a Flower simulation, in which the server records the steps."""
     environment = {"FLWR_TELEMETRY_ENABLED": "0", "RAY_TMPDIR": str(start.scratch), "FLWR_HOME": str(start.folder)}
     return [Command(start.program, environment=environment)]
 

@@ -1,4 +1,4 @@
-"""Keras versions of models from paceline's zoo, which start with weights from torch."""
+"""Keras versions of models from paceline's zoo, with initial weights from torch."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def mlp(weights: Weights, args: dict[str, Any]) -> Any:
 def cifar_cnn(weights: Weights, args: dict[str, Any]) -> Any:
     """Build the model `cifar_cnn`, which maps images of shape (n, 32, 32, 3) to logits.
 
-    The rows of the first dense layer are reordered, since Keras flattens features in channels-last order.
+    The input features of the first dense layer are reordered, since Keras flattens images in channels-last order.
     """
     model = tf.keras.Sequential(
         [
