@@ -325,7 +325,7 @@ class Keys:
         self._noted = {re.compile(pattern): about for pattern, about in (noted or {}).items()}
 
     def given(self, *names: str) -> Any:
-        """Return the value of the first name that has a value; None if all are missing."""
+        """Return the value of the first name that has one; None if all are missing."""
         for name in names:
             for key in self._matching(name):
                 value = self.values[key]
@@ -425,7 +425,7 @@ class Keys:
         return "" if value is None else str(value)
 
     def configuration(self, problems: Sequence[str] = (), **found: Any) -> Configuration:
-        """Build the configuration from its fields and from the record of the keys that were read."""
+        """Build the configuration from its fields and the record of read keys."""
         noted = [(key, about) for key in self._left() for pattern, about in self._noted.items() if _fits(pattern, key)]
         known = {key for key, _ in noted}
         unknown = [

@@ -62,7 +62,7 @@ def read(file: Path, text: str) -> Configuration:
 
 
 def of_values(values: dict[str, Any]) -> Configuration:
-    """Build a DeepSpeed configuration from the values of a file, or of a section in another system's file.
+    """Build a DeepSpeed configuration from the values of a file or of a section.
 
     Raises:
         PlanError: a value is not valid for its key.

@@ -340,7 +340,7 @@ _NUMBER = re.compile(r"-(?:\d|\.\d)")
 
 
 def arguments(text: str) -> tuple[dict[str, Any], list[str]]:
-    """Parse the flags of a script and their values, and list the parts that were not evaluated.
+    """Parse the flags and values of a script, and list what was not evaluated.
 
     Names are returned with underscores. The value is True for a flag without a value, and a list for several values.
     """

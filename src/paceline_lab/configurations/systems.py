@@ -175,14 +175,14 @@ class ConfiguredPlan:
 
     @property
     def gain(self) -> float:
-        """Relative throughput gain of the best plan over the configuration's plan; 0 without a best plan."""
+        """Relative throughput gain of the best plan; 0 if there is no best plan."""
         if self.best is None:
             return 0.0
         return self.best.prediction.throughput / self.own.winner.prediction.throughput - 1
 
     @property
     def changes(self) -> list[tuple[str, str, str]]:
-        """Plan keys that the best plan changes, each with the configuration's value and the better value."""
+        """Plan keys that the best plan changes, with the old value and the new value."""
         if self.best is None:
             return []
         mine, then = self.own.winner.plan, self.best.plan
@@ -206,7 +206,7 @@ class ConfiguredPlan:
 
     @property
     def verdict(self) -> str:
-        """Sentence on how much faster the best plan is, or why there is no better plan."""
+        """Sentence on how much faster the best plan is, or why there is none."""
         mine = self.own.winner.prediction
         if self.best is None:
             return self.nothing
@@ -246,7 +246,7 @@ class ConfiguredPlan:
 def explain_configuration(
     configuration: Configuration, planned: Planned, cluster: Cluster, calibration: Basis | None = None
 ) -> ConfiguredPlan:
-    """Predict the plan of a configuration, and search for a better plan for the same job.
+    """Predict the plan of a configuration, and search for a better plan.
 
     Args:
         calibration: calibration factors from measured runs.
@@ -273,7 +273,7 @@ def explain_configuration(
 
 
 def _of_ranks(cluster: Cluster, ranks: int) -> Cluster:
-    """Resize the cluster to a number of ranks; return it unchanged if that is not possible."""
+    """Resize the cluster to a number of ranks, if this is possible."""
     part = with_devices(cluster, ranks / cluster.devices) if ranks != cluster.devices else None
     return cluster if part is None else part
 
@@ -310,7 +310,7 @@ def _predicted(plan: Plan, layout: Layout, planned: Planned, cluster: Cluster, f
 def _best(
     planned: Planned, cluster: Cluster, framework: Framework, system: str, calibration: Basis | None
 ) -> tuple[Candidate | None, str]:
-    """Return the best plan that the system supports; if there is none, return None and the reason."""
+    """Return the best plan that the system supports, or None and the reason."""
     job = planned.job
     try:
         best = search(job, cluster, calibration=calibration).best
@@ -369,7 +369,7 @@ _DUMP = re.compile(r"Running with (?:args|configs?): *(?=\{)")
 
 
 def run_of_log(file: Path, cluster: Cluster | None) -> Row:
-    """Parse the log of a Megatron-LM or torchtitan run into a measured run on a cluster.
+    """Parse the log of a Megatron-LM or torchtitan run into a measured run.
 
     Raises:
         PlanError: the file is not such a log, has no configuration, or names other devices than the cluster.
@@ -410,7 +410,7 @@ def _of_megatron(file: Path, text: str, cluster: Cluster) -> Row:
 
 
 def _megatron_configuration(file: Path, text: str) -> Configuration:
-    """Read the configuration from the arguments in the log, or from a script with the same name."""
+    """Read the configuration from the log, or from a script with the same name."""
     if found := _ARGUMENTS.search(text):
         return megatron.configured(_printed(found[1], text))
     for ending in (".sh", ".yaml", ".yml"):
@@ -438,7 +438,7 @@ def _printed(arguments: str, text: str) -> dict[str, Any]:
 
 
 def _of_torchtitan(file: Path, text: str, rates: Sequence[float], cluster: Cluster) -> Row:
-    """Parse a torchtitan log, in which `tps` is the number of tokens per second and device."""
+    """Parse a torchtitan log, in which `tps` means tokens per second and device."""
     if (device := _DEVICE.search(text)) and (ran_on := known(device[1])) is not None:
         names = {gpu.name for host in cluster.hosts for gpu in host.gpus}
         named = {entry.name for name in names if (entry := known(name)) is not None}
@@ -478,7 +478,7 @@ def _torchtitan_configuration(file: Path, text: str) -> Configuration:
 
 
 def _dumped(text: str, at: int) -> dict[str, Any]:
-    """Parse a configuration that is printed as JSON or as a Python dict; return {} if it is neither."""
+    """Parse a configuration printed as JSON or as a Python dict. Return {} if it is neither."""
     try:
         values = json.JSONDecoder().raw_decode(text, at)[0]
     except ValueError:
@@ -510,7 +510,7 @@ def _dimensions(name: str) -> dict[str, Any]:
 
 
 def _typical(seconds: Sequence[float]) -> float:
-    """Return the median without the warm-up steps, which are at most a third of all steps."""
+    """Return the median without warm-up steps. At most a third of all steps is skipped."""
     return median(seconds[min(WARM_UP_STEPS, len(seconds) // 3) :])
 
 

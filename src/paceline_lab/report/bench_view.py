@@ -110,7 +110,7 @@ def _for_people(created: str) -> str:
 
 
 def _verdict(best: MeasuredSetting, one: MeasuredSetting | None, report: Report) -> str:
-    """State the result and its plan in one sentence; state a speedup only if it is significant."""
+    """State the result and its plan in one sentence. State a speedup only if it is significant."""
     if best is one:
         return "Measured on one device; with more of them (--devices 1,2) this page shows how the job scales."
     chosen = best is report.of_auto
@@ -129,7 +129,7 @@ def _verdict(best: MeasuredSetting, one: MeasuredSetting | None, report: Report)
 
 
 def _medians_say(best: MeasuredSetting, one: MeasuredSetting | None) -> str:
-    """Explain a visible difference between the speedup and the ratio of the shown medians, if there is one."""
+    """Explain any visible difference between the speedup and the ratio of the shown medians."""
     if one is None or best.speedup is None:
         return ""
     ratio = best.throughput.middle / one.throughput.middle
@@ -177,9 +177,9 @@ def _cards(best: MeasuredSetting, one: MeasuredSetting | None) -> list[Card]:
 
 
 def _lost(best: MeasuredSetting, one: MeasuredSetting | None) -> list[tuple[str, Shown]]:
-    """Return the time by which each part of the headline's step exceeds the ideal, in descending order.
+    """Return the time by which each part of the headline's step exceeds the ideal.
 
-    The last entry has no name and is the sum of all parts.
+    The parts are in descending order. The last entry has no name and is the sum of all parts.
     """
     if one is None or best.devices == 1 or best.scaling != "strong" or not best.ranks or not one.ranks:
         return []
@@ -235,7 +235,7 @@ def _rows(report: Report, one: MeasuredSetting | None) -> list[Row]:
 
 
 def _plans(settings: Sequence[MeasuredSetting]) -> Chart | None:
-    """Chart the plans on several devices; None if no two plans use the same number of devices."""
+    """Chart the plans on several devices. Return None if no two plans use equal device counts."""
     compared = [s for s in settings if s.scaling == "strong" and s.devices > 1]
     if len({s.devices for s in compared}) == len(compared):
         return None
@@ -271,7 +271,7 @@ def _is_bars(settings: Sequence[MeasuredSetting]) -> bool:
 
 
 def _speedup_bars(compared: Sequence[MeasuredSetting], chosen: MeasuredSetting | None) -> Figure:
-    """Draw a bar for the speedup of each setting, and a tick at the ideal speedup.
+    """Draw a bar for each setting's speedup, and a tick at the ideal speedup.
 
     A pale bar means that the difference from one device is not significant.
     """
@@ -319,7 +319,7 @@ def _breakdown(settings: Sequence[MeasuredSetting], one: MeasuredSetting | None)
 
 
 def _losses(settings: Sequence[MeasuredSetting]) -> list[Chart]:
-    """Chart the training loss over time and over samples; each plan has the same colour in both charts."""
+    """Chart the training loss over time and over samples. Both charts use the same colours."""
     curves = [(s, s.curve) for s in settings if s.curve is not None and s.curve.steps]
     plans = list(dict.fromkeys(s.plan for s, _ in curves))
     charts = []
@@ -409,7 +409,7 @@ def _scaling_figure(settings: Sequence[MeasuredSetting]) -> Figure:
 
 
 def _curve(name: str, points: Sequence[MeasuredSetting], colour: str, side: str, *, from_one: bool) -> Points:
-    """Draw points with their intervals; with `from_one`, a line connects them and starts at one device."""
+    """Draw points with their intervals. With `from_one`, a line connects them and starts at one device."""
     gains = [p.speedup for p in points if p.speedup is not None]
     at = [gain.middle if p.is_speedup else 1.0 for p, gain in zip(points, gains, strict=True)]
     words = [
@@ -439,7 +439,7 @@ def compared_figure(
     time_to_target_s: Sequence[float | None],
     final_loss: Sequence[float | None],
 ) -> Figure:
-    """Draw the figures of several plans as bars; all values are in the order of the names."""
+    """Draw the figures of several plans as bars. All values are in the order of the names."""
     panels = [
         Panel("bytes on the wire per step, KiB", wire_bytes, 1 / 1024),
         Panel("step time, ms", step_time_s, 1e3),

@@ -132,7 +132,10 @@ def _steps(ways: Sequence[ComparedWay]) -> Chart:
 
 
 def _losses(ways: Sequence[ComparedWay]) -> Chart:
-    """Chart the losses over time of all plans of paceline and of one variant of each other system."""
+    """Chart the losses over time.
+
+    The chart shows all plans of paceline and one variant of each other system.
+    """
     shown: dict[str, ComparedWay] = {}
     for way in ways:
         if way.way == OURS or way.ratio is not None:  # other variants have a different batch size

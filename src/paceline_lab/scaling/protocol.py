@@ -225,7 +225,7 @@ class Benchmark:
     # Settings to measure
 
     def _auto(self) -> tuple[Plan, list[Trial], str]:
-        """Return the plan that `auto` chooses, the plans that it tried, and the reason for its choice.
+        """Return the plan that `auto` chooses, the plans that it tried, and its reason.
 
         If the benchmark is continued, its original plan is kept.
         """

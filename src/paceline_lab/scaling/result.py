@@ -52,7 +52,7 @@ class RankUse:
 
 @dataclass(frozen=True)
 class Curve:
-    """Loss curve of one run, with the step, the elapsed seconds and the total samples of each point."""
+    """Loss curve of one run. Each point has a step, the elapsed seconds and the total samples."""
 
     steps: list[int]
     seconds: list[float]
@@ -236,7 +236,7 @@ class Setting:
 
 
 def target_of(job: Job) -> str | None:
-    """Return the target losses and metrics in the job's stop rule as text; None if there are none."""
+    """Return the job's target losses and metrics as text; None if there are none."""
     rules = [] if job.stop.loss_below is None else [f"loss < {job.stop.loss_below:g}"]
     rules += [f"{name} > {value:g}" for name, value in job.stop.metric_above.items()]
     rules += [f"{name} < {value:g}" for name, value in job.stop.metric_below.items()]
@@ -253,7 +253,7 @@ def settings_for(
     steps: int | None,
     weak: bool,
 ) -> list[Setting]:
-    """List the settings of a benchmark: the fixed layout on each device count, and all other plans.
+    """List a benchmark's settings: the fixed layout on each device count, and other plans.
 
     Args:
         auto: plan that `auto` chose. The fixed layout is this plan with `dp=N` and, on CPUs, one thread per device. The

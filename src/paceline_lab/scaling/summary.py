@@ -1,4 +1,4 @@
-"""Results of a benchmark's runs: the figures of one run, and of all repeats of a setting."""
+"""Results of a benchmark: figures of one run, and of all repeats of a setting."""
 
 from __future__ import annotations
 
@@ -291,7 +291,7 @@ def stolen_share(other_cores: float | None, *, devices: int, cores: int) -> floa
 
 
 def undisturbed(time_s: Interval, stolen: float) -> Interval:
-    """Lower the lower end of a time interval by the fraction that other processes may have cost.
+    """Extend a time interval downwards by the fraction that other processes may have cost.
 
     Without other load, the runs might have been shorter, but not longer. No measurement is discarded.
     """
@@ -356,7 +356,7 @@ class BenchmarkDirectory:
             )
 
     def begun_with(self) -> tuple[Plan, list[Trial], str] | None:
-        """Return the plan that `auto` chose, its trials and its reason; None if there is no benchmark here.
+        """Return the plan that `auto` chose, its trials and its reason; None without a benchmark.
 
         Raises:
             RunError: the files in the directory do not belong to a benchmark.

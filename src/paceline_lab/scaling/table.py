@@ -254,7 +254,7 @@ def _milliseconds(part_ms: float, step_ms: float) -> str:
 
 
 def limits_of(settings: list[MeasuredSetting], auto: str = "", auto_as_told: str = "") -> list[str]:
-    """Describe the speedup of the plan that `auto` chose, of the fixed layout and of a larger batch.
+    """Describe the speedup of the plan of `auto`, the fixed layout and a larger batch.
 
     Args:
         auto: plan that `auto` chose, spelled as in the settings.
@@ -279,7 +279,7 @@ def limits_of(settings: list[MeasuredSetting], auto: str = "", auto_as_told: str
 
 
 def headline_of(settings: Sequence[MeasuredSetting], auto: str = "") -> MeasuredSetting | None:
-    """Choose the setting that the headline of a report describes; None if none uses several devices.
+    """Choose the setting for the headline of a report; None if none uses several devices.
 
     This is the setting with the plan that `auto` chose. If that plan was not measured on several devices, it is the
     fixed layout on the most devices. Without a fixed layout, it is the fastest plan on the most devices.
@@ -367,7 +367,7 @@ def _name(setting: MeasuredSetting) -> str:
 
 
 def excess_s(one: MeasuredSetting, many: MeasuredSetting) -> dict[str, float]:
-    """Return the time of each part of a step on N devices, minus 1/N of its time on one device.
+    """Return each part's step time on N devices, minus 1/N of its time on one.
 
     The times are in seconds, as means over the ranks.
     """
@@ -463,7 +463,7 @@ def _losses(job: Job, settings: Sequence[Setting], runs: Mapping[str, Sequence[F
 
 
 def _apart(one: Sequence[float | None], other: Sequence[float | None]) -> tuple[int, float]:
-    """Return the number of compared steps of two runs, and the relative difference of their losses.
+    """Return the number of steps that two runs share, and their relative loss difference.
 
     The difference compares the mean losses of the last compared steps.
     """

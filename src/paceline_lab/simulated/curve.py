@@ -1,4 +1,4 @@
-"""Predicted scaling of a job: the best plan for each number of devices, and its figures with intervals."""
+"""Predicted scaling of a job: the best plan and its figures for each device count."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ class SimulatedCurve:
 
     @property
     def base(self) -> Point:
-        """Point with the fewest devices that have a plan, which is the baseline of all speedups."""
+        """Point with the fewest devices that have a plan, the baseline of all speedups."""
         return self.fitting[0]
 
     @property
@@ -166,7 +166,7 @@ def simulated_curve(
 
 
 def per_device(strong: SimulatedCurve) -> float:
-    """Return the batch size per device at the largest point of a strong curve, for use in weak scaling.
+    """Return the batch size per device at the largest point of a strong curve.
 
     Devices that the best plan does not use are not counted.
     """
@@ -199,7 +199,7 @@ def _best(
 def _squeezed(
     cluster: Cluster, sizes: list[int], searched: Callable[[int], tuple[Cluster, Point]]
 ) -> list[tuple[Cluster, Point]]:
-    """Find the points of all sizes, but skip the search between two sizes that have the same best plan.
+    """Find the points of all sizes; skip searches between sizes with equal best plans.
 
     A plan for fewer devices also runs on more devices, at the same speed. So if two sizes have the same best plan, all
     sizes between them have this plan as well.
@@ -226,7 +226,7 @@ def _squeezed(
 
 
 class _Draws:
-    """Random draws that all points of a curve share, so that the errors of the points are correlated."""
+    """Random draws that all points of a curve share, so that their errors are correlated."""
 
     def __init__(self, chances: Chances) -> None:
         self.chances, self.random = chances, np.random.default_rng(chances.seed)
@@ -317,9 +317,10 @@ def limits(curve: SimulatedCurve) -> list[tuple[str, str]]:
 
 
 def excess_shares(point: Point, base: Point) -> list[tuple[str, float]]:
-    """Return how much longer than ideal each part of a step takes, as a fraction of the step, largest first.
+    """Return how much longer than ideal each part of a step takes, largest first.
 
-    The ideal is the time of the part on the base point, scaled to the same number of samples per device.
+    Values are fractions of the step time. The ideal is the time of the part on the base point, scaled to the same
+    number of samples per device.
     """
     assert point.candidate is not None
     assert base.candidate is not None
@@ -403,7 +404,7 @@ def _limits(curve: SimulatedCurve) -> list[str]:
 
 
 def _sacrifice(curve: SimulatedCurve) -> str:
-    """Name the parts that take a larger fraction of a step on the fewest devices than on the most."""
+    """Name the parts whose fraction of a step is larger on the fewest devices."""
     assert curve.base.candidate is not None
     assert curve.last.candidate is not None
     before, now = curve.base.candidate.prediction, curve.last.candidate.prediction

@@ -359,7 +359,7 @@ class HeldAgainst:
         return math.log(self.efficiency[-1] / self.predicted[-1]) / math.sqrt(self.doublings(len(self.rows) - 1))
 
     def doublings(self, at: int) -> float:
-        """Return how many times the device count doubles from the first point to the point `at`."""
+        """Return how often the device count doubles from the first point to point `at`."""
         return math.log2(self.curve.devices[at] / self.curve.devices[0])
 
 

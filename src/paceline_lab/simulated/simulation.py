@@ -272,7 +272,7 @@ def show(simulation: Simulation, console: Console) -> None:
 
 
 def _points(curve: SimulatedCurve) -> Table:
-    """Return a table with one row for each number of devices, and with 80 % intervals in brackets."""
+    """Return a table with one row per device count, and 80 % intervals in brackets."""
     goodput = any(point.goodput for point in curve.fitting)
     columns = ["devices", "step", "samples/s", "speedup", "efficiency", *(["goodput"] if goodput else []), "MFU"]
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")

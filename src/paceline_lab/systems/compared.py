@@ -146,7 +146,7 @@ class Comparison:
 
     @property
     def places(self) -> str:
-        """Numbers of ranks and hosts as text, with paceline's number of ranks if its plan uses another number."""
+        """Numbers of ranks and hosts as text, including paceline's ranks if they differ."""
         own = Plan.parse(self.plan).ranks
         text = f"{count(self.ranks, 'rank')} on {count(self.hosts, 'host')}"
         return text if own == self.ranks else f"{text} (paceline: {count(own, 'rank')}, as its plan says)"
@@ -166,7 +166,7 @@ def step_time_s(ended_s: Sequence[float]) -> float:
 
 
 def time_to(target: float | None, losses: Sequence[float], ended_s: Sequence[float]) -> float | None:
-    """Return the seconds from the first step's end until the recent mean loss is below the target."""
+    """Return the seconds from the first step's end until the recent loss meets the target."""
     if target is None:
         return None
     for step in range(_RECENT, len(losses) + 1):
@@ -456,7 +456,7 @@ def changed_lines(train: str | None) -> int | None:
 
 
 def _code(train: str) -> list[str]:
-    """Return the code lines of a function and of all functions in the same file that it calls."""
+    """Return the code lines of a function and of the same-file functions it calls."""
     found: Any = load_object(train)
     tree = ast.parse(Path(inspect.getfile(found)).read_text())
     functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}

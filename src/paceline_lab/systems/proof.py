@@ -1,4 +1,4 @@
-"""Check that a system does the same work by comparing its losses with those of one process."""
+"""Check that a system does the same work, based on its losses."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class References:
         self._taken: dict[Reference, list[float]] = {}
 
     def prove(self, losses: list[float], batch: int | None, parts: int) -> Proof:
-        """Compare losses with the losses of one process, in the steps that rounding does not dominate."""
+        """Compare losses with one process, in the steps that rounding does not dominate."""
         wanted = self._losses(Reference(batch, parts))
         apart = difference(losses, wanted)
         if apart <= AGREE:
@@ -105,7 +105,7 @@ class References:
 
 
 def difference(losses: Sequence[float], reference: Sequence[float]) -> float:
-    """Return the largest relative difference between two loss curves; infinity if a loss is not finite."""
+    """Return the largest relative difference of two loss curves; infinity if one is not finite."""
     worst = 0.0
     for loss, other in zip(losses, reference, strict=False):
         apart = abs(loss - other) / max(abs(other), 1e-12)
@@ -145,7 +145,7 @@ def as_compared(job: Job, steps: int, ranks: int) -> Job:
 
 
 def grown(job: Job, ranks: int) -> Job:
-    """Return the job with its global batch multiplied by the number of ranks, for weak scaling.
+    """Return the job with its global batch multiplied by the number of ranks.
 
     Raises:
         RunError: there is only one rank, the training set is smaller than the batch, or the work per sample depends on

@@ -11,7 +11,7 @@ from paceline_lab.systems.work import Work
 
 
 def main() -> None:
-    """Call the training function of a system with the task in a folder, and write its losses and times there."""
+    """Call a system's training function with the task in a folder, and write its results."""
     work = Work(Path(sys.argv[2]))
     load_object(sys.argv[1])(work)
     work.write()

@@ -325,7 +325,7 @@ def _work(folder: Path) -> Work:
 
 
 def _one_step(folder: Path, state: dict[str, Any], rank: int, step: int) -> tuple[dict[str, Any], float]:
-    """Train one step from the server's weights as a client; return the new weights and the loss."""
+    """Train one step from the server's weights. Return the new weights and the loss."""
     work = _work(folder)
     model = work.model()
     model.load_state_dict(state)

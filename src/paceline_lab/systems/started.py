@@ -113,7 +113,7 @@ def _wait(
     stopped: Callable[[], bool],
     kill: Kill | None,
 ) -> int:
-    """Wait until all processes except servers have ended with status 0; return the peak memory in bytes."""
+    """Wait until all processes except servers have ended. Return the peak memory in bytes."""
     began, most, look = (
         time.time(),
         0,
@@ -151,7 +151,7 @@ def _own_environment() -> dict[str, str]:
 
 
 def _network(command: Command) -> dict[str, str]:
-    """Return variables that select the network interface of an emulated host for gloo, and hide all GPUs."""
+    """Return variables that select an emulated host's network interface for gloo and hide all GPUs."""
     if command.host is None:
         return {}
     return {"GLOO_SOCKET_IFNAME": command.host.interface, "CUDA_VISIBLE_DEVICES": ""}
@@ -183,7 +183,7 @@ def _end(marked: str, processes: list[subprocess.Popen[bytes]]) -> None:
 
 
 def _said(folder: Path) -> str:
-    """Return the first error in the log of a run; if there is none, the last lines of the log."""
+    """Return the first error in a run's log, or the last lines without an error."""
     text = (folder / "log").read_text(errors="replace") if (folder / "log").exists() else ""
     told = [line for line in text.splitlines() if line.strip()]
     errors = [line for line in told if _ERROR.search(line)]
@@ -210,7 +210,7 @@ class Kill:
 
     @classmethod
     def within(cls, runs: Iterable[TakenRun]) -> tuple[Kill, int]:
-        """Return a kill at the middle of a run, and the number of steps of this run.
+        """Return a kill at the middle of a run, and the run's number of steps.
 
         Both are computed from the times of earlier runs.
         """
@@ -220,7 +220,7 @@ class Kill:
         return cls(max(run.first_step_s for run in runs) + step_s * steps / 2), steps
 
     def due(self, began: float, processes: Callable[[], Iterable[psutil.Process]]) -> None:
-        """Kill the rank if the time of the kill is reached and the rank still runs."""
+        """Kill the rank if its time is reached and the rank still runs."""
         now = time.time()
         if self.time is not None or now < began + self.after_s or now < self._looked + 0.3:
             return
@@ -233,7 +233,7 @@ class Kill:
                     return
 
     def pause_s(self, ended_s: list[float]) -> float:
-        """Return the longest time between two steps around the kill, minus the median time between steps."""
+        """Return the longest step time around the kill, minus the median step time."""
         assert self.time is not None
         gaps = [after - before for before, after in pairwise(ended_s)]
         around = [

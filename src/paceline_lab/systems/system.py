@@ -20,7 +20,7 @@ JOB, TASK = "job.yaml", "task.json"
 
 @dataclass(frozen=True)
 class Command:
-    """Command that starts a process of a run, in an emulated host if one is given.
+    """Command that starts a process of a run, optionally in an emulated host.
 
     Attributes:
         serves: True if the process is a server, which runs until it is stopped at the end of the run.
@@ -98,7 +98,7 @@ def steps_of_all(start: Start) -> Steps:
 
 
 def steps_of_one(start: Start) -> Steps:
-    """Read the steps that a single process wrote to the run's folder for the whole batch."""
+    """Read the steps of the whole batch, which one process wrote to the run's folder."""
     return Steps.of_ranks(start.folder, 1)
 
 
@@ -139,7 +139,7 @@ class System:
     one_machine: str | None = None
 
     def refuses(self, job: Job, cluster: Cluster) -> str | None:
-        """Return the reason why the system cannot train this job on this cluster; None if it can."""
+        """Return why the system cannot train this job on this cluster; None if it can."""
         return (self.one_machine if cluster.emulate else None) or self.refusal(job)
 
 

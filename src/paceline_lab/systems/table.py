@@ -34,7 +34,7 @@ def _paceline(start: Start) -> list[Command]:
 
 
 def _recorded(start: Start) -> Steps:
-    """Read the steps that a run of paceline recorded; each loss is the mean over the global batch."""
+    """Read the steps that a run of paceline recorded, with losses of the global batch."""
     run = Run(start.folder / "run")
     links = [event["links"].values() for event in run.events() if event["event"] == "links"]
     wire = [max(link["sent_bytes"], link["received_bytes"]) for each in links for link in each]
@@ -53,7 +53,7 @@ def _horovodrun(start: Start) -> list[Command]:
 
 
 def _driver_of_ray(start: Start) -> list[Command]:
-    """Return the command of a Ray driver, which starts its own Ray cluster on this machine."""
+    """Return the command of a Ray driver, which starts its own cluster on this machine."""
     environment = {"RAY_TRAIN_V2_ENABLED": "1", "RAY_USAGE_STATS_ENABLED": "0", "RAY_TMPDIR": str(start.scratch)}
     write_whole(token := start.folder / "token", secrets.token_hex(32))
     environment["RAY_AUTH_TOKEN_PATH"] = str(
@@ -63,9 +63,9 @@ def _driver_of_ray(start: Start) -> list[Command]:
 
 
 def _groups_of_torchft(start: Start) -> list[Command]:
-    """Return the command of a torchft lighthouse on the first host, and one torchrun command for each rank.
+    """Return the commands of a torchft lighthouse, and of one torchrun for each rank.
 
-    Every rank is a replica group of its own.
+    The lighthouse runs on the first host. Every rank is a replica group of its own.
     """
     python, *program = start.program
     port, bind = start.port + 1, start.address
@@ -118,7 +118,7 @@ def _refusal_of_tensorflow(job: Job) -> str | None:
 def _strategy(
     start: Start, name: str, place: int = 0, config: dict[str, Any] | None = None, *, serves: bool = False
 ) -> Command:
-    """Return the command that runs a strategy's script on a host, with TF_CONFIG if a configuration is given."""
+    """Return the command that runs a strategy's script on a host. A given configuration is set as TF_CONFIG."""
     words = [str(start.python), str(_TF_SCRIPT), name, str(start.folder)]
     return Command(words, start.places[place], {"TF_CONFIG": json.dumps(config)} if config else {}, serves=serves)
 

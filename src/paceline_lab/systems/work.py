@@ -159,7 +159,7 @@ def _at_once(whole: Callable[[list[int]], Any], indices: list[int]) -> Any:
 
 
 class _OneByOne(Dataset[Any]):
-    """View of a data set that hides `__getitems__`, so that samples are read one by one."""
+    """View of a data set without `__getitems__`, so that samples are read one by one."""
 
     def __init__(self, data: Any) -> None:
         self._data = data

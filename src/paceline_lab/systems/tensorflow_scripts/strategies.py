@@ -81,7 +81,7 @@ class Work:
         return tf.reduce_mean(each) / self.ranks
 
     def took(self, loss: float, ended_s: float | None = None) -> None:
-        """Record the loss and the end time of a step; the end time is now if none is given."""
+        """Record the loss and the end time of a step. The default end time is now."""
         self._losses.append(float(loss))
         self._ended_s.append(time.time() if ended_s is None else ended_s)
 
@@ -150,7 +150,7 @@ def server(work: Work) -> None:
 
 
 def coordinate(work: Work) -> None:
-    """Schedule one update for each worker's slice of a batch, and record the losses in order."""
+    """Schedule one update for each worker's slice of a batch, and record the losses."""
     strategy = tf.distribute.ParameterServerStrategy(tf.distribute.cluster_resolver.TFConfigClusterResolver())
     coordinator = tf.distribute.coordinator.ClusterCoordinator(strategy)
     with strategy.scope():
