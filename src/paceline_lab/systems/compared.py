@@ -39,7 +39,7 @@ class TakenRun:
     Attributes:
         step_s: seconds per step, as the median over blocks of timed steps.
         first_step_s: seconds from the start of the command to the end of the first step.
-        wire_bytes: bytes per step on the busiest link between emulated hosts; None if no hosts are emulated.
+        wire_bytes: bytes per step on the busiest network link of an emulated host; None without emulated hosts.
         to_target_s: seconds from the end of the first step until the mean loss of 10 steps is below the target; None if
             the target is not reached.
         ended_s: end time of each step, in seconds after the end of the first step.

@@ -23,7 +23,7 @@ _SURE = 0.1
 
 @dataclass(frozen=True)
 class Reference:
-    """Training in a single process, with whose losses the losses of a system are compared.
+    """Single-process training that serves as the reference for the losses of a system.
 
     Attributes:
         batch: samples per step; None for the batch size of the comparison.
