@@ -435,7 +435,7 @@ class Presence:
             return known
 
     def left(self, caller: Caller) -> None:
-        """Register the end of a connection."""
+        """Record that a connection has ended."""
         with self._changed:
             connections = self._here.get(caller.identity, set())
             if caller in connections:  # otherwise the client was already declared lost

@@ -307,7 +307,7 @@ class End(_Numbered, tag="end"):
 
 
 class Raised(_Numbered, tag="raised"):
-    """Error of a call. If the call was refused, `kind` is empty."""
+    """Error that a remote call raised. If the call was refused, `kind` is empty."""
 
     kind: str
     text: str

@@ -28,7 +28,7 @@ def test_a_directory_that_is_neither_is_an_error(tmp_path: Path) -> None:
     error = paceline("report", ".", folder=tmp_path).error
     assert "[report.unknown_directory]" in error
     error = paceline("report", "absent", folder=tmp_path).error
-    assert error.startswith("absent: ")
+    assert error.startswith("absent ")
     assert "[report.no_directory]" in error
 
 

@@ -28,13 +28,13 @@ def test_ranks_that_hold_the_same_go_on_after_a_few_bytes(ranks: Ranks) -> None:
     [
         (
             ["weight (4, 2) float32", "bias (4,) float32"],
-            r"number 1 of rank 0 is weight \(4, 3\) float32, and of rank 1 it is weight \(4, 2\) float32",
+            r"entry 1 is weight \(4, 3\) float32 on rank 0, but weight \(4, 2\) float32 on rank 1",
         ),
         (
             ["weight (4, 3) float32", "bias (4,) bfloat16"],
-            r"number 2 of rank 0 is bias \(4,\) float32, and of rank 1 it is bias \(4,\) bfloat16",
+            r"entry 2 is bias \(4,\) float32 on rank 0, but bias \(4,\) bfloat16 on rank 1",
         ),
-        (["weight (4, 3) float32"], r"number 2 of rank 0 is bias \(4,\) float32, and of rank 1 it is nothing more"),
+        (["weight (4, 3) float32"], r"entry 2 is bias \(4,\) float32 on rank 0, but nothing more on rank 1"),
     ],
 )
 def test_the_first_thing_that_differs_is_named_with_what_both_ranks_have(

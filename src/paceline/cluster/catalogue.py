@@ -481,7 +481,7 @@ _MI350X = Chip("cdna4", 256, peaks(72.1, 144.2, 2306.9, fp8=4613.7, fp4=9227.5, 
 
 
 def _of_another_memory(device: Accelerator, name: str, memory_gib: float, memory_gbps: float) -> Accelerator:
-    """Return the entry of the same device with other memory chips."""
+    """Return a copy of this entry with different memory chips."""
     return replace(device, name=name, memory_bytes=int(memory_gib * 2**30), memory_bandwidth=memory_gbps * 1e9)
 
 

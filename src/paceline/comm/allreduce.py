@@ -32,7 +32,7 @@ class Algorithm(Protocol):
         """Allocate a flat tensor of zeros in memory that suits the algorithm; see `Group.empty`."""
 
     def release(self, tensor: Tensor) -> None:
-        """Free a tensor from `empty`."""
+        """Free a tensor that `empty` returned."""
 
     def all_reduce(self, tensor: Tensor, op: Op = "sum") -> None:
         """Replace `tensor` on every rank with the sum, mean or maximum over the ranks."""

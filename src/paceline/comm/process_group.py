@@ -642,7 +642,7 @@ class Transport:
         return None
 
     def release(self, tensor: Tensor) -> None:
-        """Free a tensor from `empty`."""
+        """Free a tensor that `empty` returned."""
 
     def place_of(self, tensor: Tensor) -> tuple[int, int]:
         """Return the arena number and byte offset of a contiguous tensor.

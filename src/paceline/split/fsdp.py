@@ -201,7 +201,7 @@ def _note_slices(
 def _own_pieces(stages: Sequence[nn.Module], blocks: Sequence[nn.Module]) -> list[nn.Module]:
     """Return the blocks that share no parameter with modules outside of the block.
 
-    FSDP2 can gather a parameter with only one unit.
+    In FSDP2, only one unit can gather a given parameter.
     """
     holding: dict[nn.Parameter, set[nn.Module]] = {}
     for module in (module for stage in stages for module in stage.modules()):

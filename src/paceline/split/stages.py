@@ -107,7 +107,7 @@ class TracedBounds:
     Attributes:
         start, stop: start and end of the stage, on the trace's clock.
         placeholders: the module calls before the stage, with their outputs.
-        ends: the module calls after the stage.
+        ends: calls of modules that come after the stage.
         changed_before_sending: the outputs that later code changes in place, so they must be copied before they are
             sent.
     """

@@ -286,7 +286,7 @@ class ParameterServer(Closing):
         if spec is None or not spec.sparse:
             raise ServerRefused(
                 "server.rows_of_dense",
-                "{caller} pulled rows of {tensor!r}, which is not sparse here. Set sparse=True, or use pull.",
+                "{caller} pulled rows of {tensor!r}, which is not sparse on this server. Set sparse=True, or use pull.",
                 caller=caller.name,
                 tensor=name,
             )

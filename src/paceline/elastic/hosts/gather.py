@@ -516,7 +516,7 @@ class GoesOnElsewhere(LaunchError):
 
 @contextmanager
 def told_elsewhere(place: HostPlace, key: RunKey) -> Iterator[list[Elsewhere]]:
-    """Collect messages of a new coordinator, while this host cannot reach host 0.
+    """Collect messages from a new coordinator while this host cannot reach host 0.
 
     The list stays empty if this host and host 0 have the same address.
     """

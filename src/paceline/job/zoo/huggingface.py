@@ -92,7 +92,7 @@ def resnet50(*, classes: PositiveInt = 1000, image_size: PositiveInt = 224) -> n
 
 
 class ResNetEncoder(nn.Module):
-    """ResNet-50 without its classifier, which maps (n, 3, size, size) to (n, 2048)."""
+    """ResNet-50 without its classifier; the model maps (n, 3, size, size) to (n, 2048)."""
 
     features = 2048
 

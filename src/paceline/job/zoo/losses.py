@@ -341,7 +341,7 @@ def _users_loss(path: str, args: dict[str, Any]) -> Loss:
         raise JobError(
             "loss.reduction_none",
             "loss {path}: the reduction none returns a number for each sample, but training needs a single number. "
-            "Use the reduction mean.",
+            "Use reduction=mean.",
             path=path,
         )
     if type(loss) in (*ELEMENTWISE, *OF_CLASSES):

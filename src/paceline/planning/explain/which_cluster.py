@@ -185,7 +185,7 @@ def which_cluster(
     deadline_s: float | None = None,
     calibration: Basis | None = None,
 ) -> ClusterChoice:
-    """Find the best plan on every offer and a geometric range of host counts.
+    """Find the best plan for each offer, at each of several numbers of hosts.
 
     Args:
         calibration: factors of measured runs, by which predictions are multiplied.

@@ -235,7 +235,7 @@ class Entry:
 
 @dataclass
 class PythonCall:
-    """Call of a torch function in the model's code.
+    """A call to a torch function in the model's code.
 
     The arguments have a `Ref` in place of every tensor.
     """

@@ -429,7 +429,7 @@ def operations_of(job: Job, cluster: Cluster, plan: Plan, steps: int) -> list[Ra
     if sync_info(plan.sync).served:
         raise RunError(
             "calibrate.servers",
-            "sync={sync}: workers of servers do not step together, so their operations are not profiled",
+            "sync={sync}: workers of a parameter server do not step together, so their operations are not profiled",
             sync=plan.sync,
         )
     if len(cluster.hosts) > 1 and cluster.emulate is None:
