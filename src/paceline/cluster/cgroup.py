@@ -121,7 +121,8 @@ def make_group(folder: Path, cores: float) -> Path:
     except OSError as error:
         raise ClusterError(
             "cluster.control_group_refused",
-            "the control group {folder} cannot be limited to {cores:g} CPU cores: {reason}. Leave `cpu` out of `emulate`.",
+            "the control group {folder} cannot be limited to {cores:g} CPU cores: {reason}. Leave `cpu` out of "
+            "`emulate`.",
             folder=folder,
             cores=cores,
             reason=error.strerror,

@@ -131,7 +131,8 @@ def measured(run: Run) -> Measured:
     if record.noun != "step":
         raise RunError(
             "report.federated_run",
-            "{run} is a federated run, which has rounds instead of steps. This command needs a run that has recorded steps.",
+            "{run} is a federated run, which has rounds instead of steps. This command needs a run that has recorded "
+            "steps.",
             run=run.path,
         )
     found = {rank: (lines, typical_parts(lines)) for rank, lines in record.ranks.items()}
