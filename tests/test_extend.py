@@ -155,7 +155,7 @@ def test_an_argument_that_the_rule_does_not_take_is_an_error_that_says_what_it_t
     said: dict[str, list[str]],
 ) -> None:
     argument, codec, transport = said["refused"]
-    assert 'sync=majority:3: majority is the size of every step, above 0 and at most 1, not "3"' in argument
+    assert 'sync=majority:3: majority must be the size of every step, above 0 and at most 1, not "3"' in argument
     assert "compresses the data that is sent, but sync=majority sends by itself" in codec
     assert 'transport is auto or shm or gloo or tcp or loopback, not "loop"' in transport
 

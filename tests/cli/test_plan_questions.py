@@ -79,7 +79,7 @@ def test_a_budget_that_is_too_small_says_what_the_cheapest_costs(folder: Path) -
         "plan", "cluster", "job.yaml", "--cluster", NAME, "--budget", 0.001, "--tokens", "2B", folder=folder
     )
     assert shown.code == 0, shown.err
-    assert shown.says("nothing on the list does it")
+    assert shown.says("no offer on the list meets the limits")
 
 
 @pytest.mark.slow

@@ -63,7 +63,7 @@ def test_every_mistake_in_a_job_is_named_with_its_line_and_the_nearest_key(tmp_p
         ({"partition": {"weights": [1, 1, 1]}}, r"plan dp=2 has 2 replicas, but the job's partition has 3 weights"),
         (
             {"global_batch": 1},
-            r"2 replicas for a global batch of 1.*dp is at most 1, or the job's global_batch at least 2",
+            r"2 replicas for a global batch of 1.*Set dp to at most 1, or the job's global_batch to at least 2",
         ),
     ],
     ids=["no HF config", "no model file", "no batch", "weights", "batch below the replicas"],

@@ -96,10 +96,10 @@ def test_one_client_with_one_step_is_sgd(tmp_path: Path) -> None:
     [
         ("fedavgg", 'unknown federated rule "fedavgg". Did you mean "fedavg"'),
         ("fedprox,mu=0.1", "does not accept mu"),
-        ("fedadam,beta=0.1", '"beta" is not one of its settings. Did you mean "beta'),
-        ("fedbuff:0", 'is the number of updates of a server step, at least 1, not "0"'),
+        ("fedadam,beta=0.1", '"beta" is not a valid setting. Did you mean "beta'),
+        ("fedbuff:0", 'must be the number of updates of a server step, at least 1, not "0"'),
         ("fedavg,lr", 'federate.rule fedavg,lr: "lr" is not a valid option'),
-        ("scaffold,lr=-1", 'lr is the server\'s learning rate, above 0 and at most 100, not "-1"'),
+        ("scaffold,lr=-1", 'lr must be the server\'s learning rate, above 0 and at most 100, not "-1"'),
     ],
 )
 def test_an_unknown_rule_or_argument_is_refused_with_what_is_meant(text: str, told: str) -> None:

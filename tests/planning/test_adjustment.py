@@ -249,4 +249,4 @@ def test_measured_runs_put_the_plans_found_in_their_order(plain: SearchResult) -
     assert others == sorted(others), "the first is the recommended one"
     assert all(one.prediction.step_time_s in one.interval for one in told)
     slower = next(one for one in told if one.plan == plain.best[0].plan)
-    assert re.match(r"\+\d+ % by measured runs that are like it", slower.why)
+    assert re.match(r"\+\d+ % according to measured runs of similar plans", slower.why)

@@ -121,7 +121,7 @@ def test_the_key_is_of_the_work_and_not_of_how_long_it_goes_on() -> None:
 def test_a_cache_that_cannot_be_written_costs_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    assert "not kept" in keep(FOUND)
+    assert "not saved" in keep(FOUND)
 
 
 def test_the_nearest_number_of_ranks_stands_for_those_not_measured() -> None:

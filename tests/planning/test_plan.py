@@ -352,8 +352,8 @@ def test_a_compression_is_read_with_its_values(text: str, codecs: tuple[tuple[st
     [
         ("gzip", 'unknown codec "gzip"'),
         ("int8:4", "int8 does not accept '4'"),
-        ("topk:2", "topk is the share of the numbers that is kept"),
-        ("powersgd:0", "powersgd is the rank of the factors"),
+        ("topk:2", "topk must be the fraction of values that is kept"),
+        ("powersgd:0", "powersgd must be the rank of the factors"),
         ("int8+bf16", "Other codecs cannot be combined"),
         ("topk+bf16+int8", "may be followed only by one of"),
         ("", "compress is text"),

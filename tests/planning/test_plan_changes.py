@@ -65,14 +65,14 @@ def test_products_by_onednn_are_tried_first_where_torchs_own_leave_the_processor
     assert elsewhere.index("onednn=on") == elsewhere.index("pin=on") + 1
     assert (
         candidates(job(precision="fp64"), cores(2))["onednn=on"]
-        == "it multiplies float32, and the job computes in fp64"
+        == "it affects products in float32, but the job computes in fp64"
     )
     assert candidates(job(), gpus(2))["onednn=on"] is not None, "GPUs have none"
 
 
 def test_a_loader_process_is_tried_unless_the_job_says_how_many() -> None:
     data = job(data={"kind": "digits", "num_workers": 2})
-    assert candidates(data, cores(2))["num_workers=1"] == "the job says num_workers: 2"
+    assert candidates(data, cores(2))["num_workers=1"] == "the job sets num_workers: 2"
     assert candidates(job(), cores(2))["num_workers=1"] is None
     assert candidates(job(), gpus(2))["num_workers=1"] is None
     of_one_rank = [str(change) for change in plan_changes(job(), cores(4), Plan())]
@@ -138,8 +138,8 @@ def test_on_gpus_every_one_is_used_and_cores_are_left_alone() -> None:
             "dp=1",
             "has 1 replica, but the job's partition has 2 weights, one per replica",
         ),
-        ({}, cores(2, bf16=False), "precision=bf16", "no bf16 arithmetic in this hardware, as far as is known"),
-        ({}, cores(2, bf16=None), "precision=bf16", "no bf16 arithmetic in this hardware, as far as is known"),
+        ({}, cores(2, bf16=False), "precision=bf16", "this hardware is not known to support bf16 arithmetic"),
+        ({}, cores(2, bf16=None), "precision=bf16", "this hardware is not known to support bf16 arithmetic"),
     ],
 )
 def test_what_cannot_help_is_left_out_with_the_reason(
@@ -244,7 +244,7 @@ def test_a_faster_precision_is_told_of_and_never_taken() -> None:
     [hint] = [change for change in plan_changes(job(), cores(2), Plan(dp=2)) if change.hint]
     assert (
         compared([(0.5, 1.0)] * LEAST_ROUNDS).tried(hint).verdict
-        == "not taken: the job says fp32; set precision: bf16 for it"
+        == "not taken: the job sets fp32; set precision: bf16 to use bf16"
     )
     assert compared([(1.5, 1.0)] * LEAST_ROUNDS).tried(hint).verdict == "not taken: no faster"
 
@@ -265,11 +265,11 @@ def test_what_costs_more_than_it_can_bring_is_not_tried() -> None:
     assert why_not_now(compiling, run_s=7200, left_s=0, comparison_s=1) is None
     assert (
         why_not_now(compiling, run_s=60, left_s=9, comparison_s=1)
-        == "it takes about 45 s to begin, and the run at most 60 s"
+        == "it takes about 45 s to start, and the run takes at most 60 s"
     )
-    assert "does not say how long" in str(why_not_now(compiling, run_s=None, left_s=9, comparison_s=1))
+    assert "does not limit the duration" in str(why_not_now(compiling, run_s=None, left_s=9, comparison_s=1))
     assert why_not_now(FUSED, run_s=None, left_s=9, comparison_s=1) is None
-    assert why_not_now(FUSED, run_s=None, left_s=0.5, comparison_s=1) == "there was no time left to measure it"
+    assert why_not_now(FUSED, run_s=None, left_s=0.5, comparison_s=1) == "no time was left to measure it"
 
 
 @pytest.mark.parametrize(
@@ -357,7 +357,7 @@ def test_a_short_run_is_not_measured_unless_it_saves_more_than_that_takes() -> N
         forecasts(("dp=4", 1.0), ("fsdp=4", 0.9)),
         forecasts(("dp=4", 1.0), ("fsdp=4", 0.3), calibrated=True),
     )
-    assert "it runs for 30 s at most by prediction" in str(why_not_measured(alike, 30.0, 0.0))
+    assert "the predicted duration of the run is at most 30 s" in str(why_not_measured(alike, 30.0, 0.0))
     assert why_not_measured(better, 30.0, 0.0) is None
     assert why_not_measured(better, 5.0, 0.0) is not None
     assert why_not_measured(alike, WORTH_S, 0.0) is None

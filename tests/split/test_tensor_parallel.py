@@ -401,8 +401,8 @@ class DataDependent(nn.Module):
 def test_what_cannot_be_proven_stays_whole_and_says_why() -> None:
     batch = (torch.randn(2, 8), torch.randn(2, 8))
     for model, why in (
-        (Deceptive(), "does not work on a rank's part as it does on the whole"),
-        (DataDependent(), "no part of a pair"),
+        (Deceptive(), "behaves differently on a rank's part than on the whole tensor"),
+        (DataDependent(), "not in a pair of layers"),
     ):
         parts = whole_parts(model)
         report = shard_tensors(model, parts, Group(0, 2), batch, call)
@@ -442,7 +442,7 @@ def test_the_vocabulary_can_stay_whole() -> None:
     model, batch = gpt()
     report = shard_tensors(model, whole_parts(model), Group(0, 2), batch, call, vocabulary=False)
     assert report.vocabulary_head is None
-    assert report.whole["head"] == "the vocabulary is not to be divided" or "vocabulary" in report.whole["tokens"]
+    assert report.whole["head"] == "dividing the vocabulary is turned off" or "vocabulary" in report.whole["tokens"]
     assert report.done["blocks.1.mlp.2"] == "row"
 
 

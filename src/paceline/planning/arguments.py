@@ -63,7 +63,7 @@ def plan_or_auto(plan: AnyPlan, job: Job | None = None) -> Plan | None:
 
 
 def cluster_of(cluster: AnyCluster | None) -> Cluster:
-    """Return a cluster as it is, or load it from a file or name. None is this machine.
+    """Return a cluster unchanged, or load it from a file or name. None selects this machine.
 
     Raises:
         ClusterError: the argument is not a cluster, a file or a name; the file or name is invalid; or a GPU of this

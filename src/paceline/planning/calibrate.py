@@ -190,7 +190,7 @@ class Calibration(Measurements):
         """
         values = json.loads(text)
         if not isinstance(values, dict) or values.pop("format", None) != FORMAT:
-            raise ValueError("it has another version's format")
+            raise ValueError("it has the format of a different version")
         try:
             return TypeAdapter(cls).validate_python(values)
         except ValidationError as error:

@@ -290,12 +290,12 @@ def keep(file: Path, text: str, *, busy: float = 0.0, hint: str = "") -> str:
         hint: text that is appended to the phrase.
     """
     if busy > MOST_OTHER_WORK:
-        return f"not kept, as other work took {percent(busy, 0)} of the cores"
+        return f"not saved, because other processes used {percent(busy, 0)} of the cores"
     # the home directory is not writable: the next start measures again
     with suppress(OSError):
         write_whole(made_cache_folder(file.parent.name) / file.name, text)
         return f"kept in {file}{hint}"
-    return f"not kept, as {file.parent} cannot be written"
+    return f"not saved, because {file.parent} cannot be written"
 
 
 def other_work() -> float:

@@ -268,7 +268,7 @@ def sharded_twice(weight: str, schedule: str) -> PlanProblem:
     """
     return PlanProblem(
         "plan.sharded_twice",
-        "plan {plan} would shard {weight} twice, because two stages of a rank share it: {works}, or fsdp=1.",
+        "plan {plan} would shard {weight} twice, because two stages on one rank share this weight: {works}, or fsdp=1.",
         plan=f"schedule={schedule}",
         weight=weight,
         works="schedule=1f1b, gpipe or interleaved" if schedule in V_SCHEDULES else "schedule=1f1b or gpipe",
@@ -345,7 +345,7 @@ def no_automatic_balance(plan: Plan, kind: str, weighted: bool) -> str | None:
         weighted: True if the job's partition has weights.
     """
     if weighted:
-        return "keeps to the weights of the job's partition, unless balance=on."
+        return "uses the weights of the job's partition, unless balance=on."
     if plan.compile != "off":
         return f"keeps shares that compile={plan.compile} has compiled code for, unless balance=on."
     found = no_balance(plan, kind)

@@ -36,7 +36,7 @@ def estimate(
     Args:
         job: a `Job`, its YAML file, or the file's URL.
         plan: a `Plan` or its text. `auto` is refused, because it names no single plan; `paceline.plan` finds one.
-        cluster: a `Cluster`, its file, or a name such as `64x8xH100-SXM, 400gbit`; None is this machine.
+        cluster: a `Cluster`, its file, or a name such as `64x8xH100-SXM, 400gbit`; None selects this machine.
         calibration: measurements of the machines, or the factors of measured runs (`paceline.calibrate_on`); None uses
             the catalogue's figures.
 
@@ -104,10 +104,10 @@ class Layouts:
         """
         blocks = len(self.trace.blocks)
         if plan.stages > max(blocks, 1):
-            apart = f"no more than {count(blocks, 'block')} of the model can be predicted apart"
+            apart = f"at most {count(blocks, 'block')} of the model can be predicted separately"
             raise PlanError(
                 "plan.stages_do_not_fit",
-                "plan {plan} makes {stages} stages, and {reason}",
+                "plan {plan} makes {stages} stages, but {reason}",
                 plan=plan,
                 stages=plan.stages,
                 reason=apart,

@@ -171,7 +171,7 @@ def why_not_measured(listed: Sequence[Forecast], run_s: float | None, before_s: 
     if saved_s > cost_s:
         return None
     costs = f"measuring takes {cost_s:.0f} s or more to save about {max(saved_s, 0):.0f} s"
-    return f"it runs for {run_s:.2g} s at most by prediction, and {costs}"
+    return f"the predicted duration of the run is at most {run_s:.2g} s, and {costs}"
 
 
 def share_to_spend(listed: Sequence[Forecast], run_s: float | None, others_s: float) -> float:
@@ -407,7 +407,9 @@ def plan_changes(job: Job, cluster: Cluster, plan: Plan) -> list[PlanChange]:
 
 
 def _why_no_onednn(job: Job) -> str | None:
-    return None if job.precision == "fp32" else f"it multiplies float32, and the job computes in {job.precision}"
+    return (
+        None if job.precision == "fp32" else f"it affects products in float32, but the job computes in {job.precision}"
+    )
 
 
 def _reading_ahead(cluster: Cluster, plan: Plan) -> dict[str, Any]:
@@ -421,7 +423,7 @@ def _reading_ahead(cluster: Cluster, plan: Plan) -> dict[str, Any]:
 
 
 def _why_no_workers(job: Job) -> str | None:
-    return f"the job says num_workers: {job.data.num_workers}" if job.data.num_workers else None
+    return f"the job sets num_workers: {job.data.num_workers}" if job.data.num_workers else None
 
 
 def steps_are_too_few(job: Job) -> str | None:
@@ -431,9 +433,13 @@ def steps_are_too_few(job: Job) -> str | None:
     """
     stop = job.stop
     if stop.steps is not None and stop.steps < LEAST_STEPS:
-        return f"{stop.steps} steps are over before measuring settings would pay (from {LEAST_STEPS} steps)"
+        return (
+            f"a run of {stop.steps} steps is too short to benefit from measured settings (at least {LEAST_STEPS} steps)"
+        )
     if stop.seconds is not None and stop.seconds < LEAST_RUN_S:
-        return f"{stop.seconds:g} s are over before measuring settings would pay (from {LEAST_RUN_S:g} s)"
+        return (
+            f"a run of {stop.seconds:g} s is too short to benefit from measured settings (at least {LEAST_RUN_S:g} s)"
+        )
     return None
 
 
@@ -468,11 +474,13 @@ def why_not_now(change: PlanChange, *, run_s: float | None, left_s: float, compa
     if change.untried:
         return change.untried
     if change.cost_s and run_s is None:
-        return f"it takes about {change.cost_s:.0f} s to begin, and the stop rule does not say how long the run is"
+        return (
+            f"it takes about {change.cost_s:.0f} s to start, and the stop rule does not limit the duration of the run"
+        )
     if change.cost_s and run_s is not None and change.cost_s > SHARE_OF_RUN * run_s:
-        return f"it takes about {change.cost_s:.0f} s to begin, and the run at most {run_s:.0f} s"
+        return f"it takes about {change.cost_s:.0f} s to start, and the run takes at most {run_s:.0f} s"
     if not change.cost_s and left_s < comparison_s:
-        return "there was no time left to measure it"
+        return "no time was left to measure it"
     return None
 
 
@@ -569,8 +577,10 @@ def _hints(job: Job, cluster: Cluster) -> list[PlanChange]:
     if job.precision != "fp32":
         return []
     in_hardware = all(device.bf16 for host in cluster.hosts_in_use for device in host.devices)
-    why_not = None if in_hardware else "no bf16 arithmetic in this hardware, as far as is known"
-    return [PlanChange({"precision": "bf16"}, untried=why_not, hint="the job says fp32; set precision: bf16 for it")]
+    why_not = None if in_hardware else "this hardware is not known to support bf16 arithmetic"
+    return [
+        PlanChange({"precision": "bf16"}, untried=why_not, hint="the job sets fp32; set precision: bf16 to use bf16")
+    ]
 
 
 def _why_not(changed: Plan, plan: Plan, job: Job, cluster: Cluster) -> str | None:

@@ -117,7 +117,7 @@ def converted(where: str, name: str, takes: Mapping[str, Argument], given: Mappi
             if word and len(takes) > 1:
                 raise PlanError(
                     "plan.rule_setting_unknown",
-                    '{where}: "{word}" is not one of its settings. {hint}',
+                    '{where}: "{word}" is not a valid setting. {hint}',
                     where=where,
                     word=word,
                     hint=nearest(word, [w for w in takes if w]),
@@ -150,7 +150,7 @@ def converted(where: str, name: str, takes: Mapping[str, Argument], given: Mappi
         except ValueError:
             raise PlanError(
                 "plan.rule_value_invalid",
-                '{where}: {word} is {what}, not "{given}"',
+                '{where}: {word} must be {what}, not "{given}"',
                 where=where,
                 word=word or name,
                 what=argument.what,
@@ -219,7 +219,7 @@ def _share(text: str) -> float:
 
 
 _MODULES = "paceline.sync.compress"
-_SHARE = Argument(_share, 0.01, "the share of the numbers that is kept, above 0 and at most 1")
+_SHARE = Argument(_share, 0.01, "the fraction of values that is kept, above 0 and at most 1")
 _RANK = Argument(whole(1), 4, "the rank of the factors, a whole number, at least 1")
 # Scales take less than a hundredth of the sent bytes, and are left out of the prediction.
 CODECS = ExtensionPoint(
@@ -406,17 +406,15 @@ def _check_diloco(arguments: Mapping[str, Any]) -> str | None:
     """Check that fragments are sent once per period, and arrive before the next sending."""
     period, fragments, overlap = arguments[""], arguments["fragments"], arguments["overlap"]
     if fragments > 1 and fragments > period:
-        return f"{fragments} fragments are sent at different steps of a period of {period}: fragments={period} at most"
+        return f"{fragments} fragments need different steps of a period of {period}: use fragments={period} or less"
     if overlap and overlap >= period:
-        return (
-            f"a fragment must have arrived before it is sent again after {period} steps: overlap={period - 1} at most"
-        )
+        return f"a fragment must arrive before it is sent again after {period} steps: use overlap={period - 1} or less"
     return None
 
 
 OUTER_LR = Argument(between(0, 10, open_below=True), 0.7, "the outer learning rate, above 0")
 OUTER_MOMENTUM = Argument(between(0, 0.9999), 0.9, "the outer Nesterov momentum, from 0 to below 1")
-_PERIOD = Argument(whole(1), None, "the number of steps between agreements, at least 1")
+_PERIOD = Argument(whole(1), None, "the number of steps between synchronizations, at least 1")
 RULES = ExtensionPoint(
     "rule",
     "paceline.sync_rules",
@@ -460,10 +458,10 @@ RULES = ExtensionPoint(
                 "fragments": Argument(
                     whole(1),
                     1,
-                    "into how many parts the model is divided, which are sent at different steps, at least 1",
+                    "the number of parts of the model that are sent at different steps, at least 1",
                 ),
                 "overlap": Argument(
-                    whole(0), 0, "for how many steps training goes on while a fragment travels, at least 0"
+                    whole(0), 0, "the number of steps of training while a fragment is sent, at least 0"
                 ),
                 "lr": OUTER_LR,
                 "momentum": OUTER_MOMENTUM,

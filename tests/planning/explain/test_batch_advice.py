@@ -80,7 +80,7 @@ def test_a_batch_that_is_large_enough_is_kept_or_made_smaller_and_never_larger()
     kept = advice(global_batch=1024)
     assert kept.keeps
     assert kept.job(job(global_batch=1024)) == job(global_batch=1024)
-    assert "useful one already" in kept.line
+    assert "is already large enough" in kept.line
     smaller = advice(global_batch=16_384)
     assert smaller.useful.global_batch < 16_384
     assert smaller.lr < 0.001

@@ -108,10 +108,10 @@ def test_what_the_prediction_does_not_know_is_said_with_it() -> None:
 def test_the_step_is_told_in_a_sentence() -> None:
     told = explain(job(), cluster(), found(), what_would_help=False)
     assert told.limit == (
-        "computing is 80 % of the step; the most beside it: tp: sums of layers (15.0 %) and dp: gradients (3.0 %)"
+        "computing is 80 % of the step; the largest other parts: tp: sums of layers (15.0 %) and dp: gradients (3.0 %)"
     )
     alone = SearchResult((candidate("dp=1", compute=1.0),))
-    assert "all computing" in explain(job(), cluster(), alone, what_would_help=False).limit
+    assert "computation only" in explain(job(), cluster(), alone, what_would_help=False).limit
 
 
 def test_a_cost_is_of_the_run_where_its_steps_are_known_and_absent_without_a_price() -> None:

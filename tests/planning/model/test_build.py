@@ -334,12 +334,12 @@ def test_a_large_one_is_estimated_by_its_parameters_and_says_so(monkeypatch: pyt
     assert found.parameters == 4 * (32 * 32 + 32)
     assert found.flops == 2 * 4 * 32 * 32
     assert len(found.blocks) == 4
-    assert "cannot be followed without the values of tensors" in found.notes[0]
-    assert "measured blocks go before" in found.notes[0]
+    assert "cannot be traced without the values of tensors" in found.notes[0]
+    assert "Measured blocks replace these estimates" in found.notes[0]
 
 
 def test_a_question_with_no_answer_is_said() -> None:
-    assert "Asks: looks at the values" in trace(own("Asks")).notes[0]
+    assert "Asks: reads values of tensors" in trace(own("Asks")).notes[0]
 
 
 @pytest.mark.parametrize(

@@ -179,14 +179,14 @@ def test_what_cannot_work_is_told_with_the_reason() -> None:
     assert "8" in reasons["tp"] or "tp" not in reasons
     assert "no mixture of experts" in reasons["ep"]
     assert "4 repeated blocks" in reasons["pp"]
-    assert "deals evenly to 1, 2, 3, 6 data-parallel ranks" in reasons["dp × fsdp × ep"]
+    assert "can be divided evenly over 1, 2, 3, 6 data-parallel ranks" in reasons["dp × fsdp × ep"]
 
 
 def test_plans_that_need_more_than_there_is_are_told_with_how_much() -> None:
     found = search(gpt(layers=6, hidden=1536, heads=4), gpus(1, 2, memory_gb=3.2))
     (memory,) = (excluded for excluded in found.excluded if excluded.what == "memory")
     assert memory.plans > 0
-    assert "on a device that has 3.1 GiB to give" in memory.reason
+    assert "than the 3.1 GiB that are available on a device" in memory.reason
 
 
 def test_the_others_say_which_part_of_theirs_makes_them_slower() -> None:
@@ -252,7 +252,7 @@ def test_a_model_without_blocks_is_searched_without_pipelines_and_predicted_with
     found = search(job, gpus(1, 4), top=20)
     assert found.best
     assert all(candidate.plan.pp == 1 for candidate in found.best)
-    with raises(PlanError, "plan.stages_do_not_fit", reason="no more than 1 block of the model can be predicted apart"):
+    with raises(PlanError, "plan.stages_do_not_fit", reason="at most 1 block of the model can be predicted separately"):
         estimate(job, "pp=2 microbatches=2", cluster=gpus(1, 4))
 
 

@@ -104,7 +104,7 @@ def test_losses_do_not_depend_on_shares_that_change_and_a_resumed_run_keeps_them
         ("dp=2 balance=off", {}, "the plan says balance=off."),
         ("dp=2 sync=local:2", {}, "replicas that take separate steps"),
         ("dp=2", {"partition": "hierarchical"}, "hosts that read their own part"),
-        ("dp=2", {"partition": {"weights": [1, 2]}}, "keeps to the weights"),
+        ("dp=2", {"partition": {"weights": [1, 2]}}, "uses the weights"),
         ("dp=2 balance=on", {"partition": {"weights": [1, 2]}}, None),
     ],
 )

@@ -151,7 +151,7 @@ def test_the_change_that_helps_is_found_told_kept_and_used_by_the_next_start(tmp
         assert f"as measured before ({kept()[0]}; delete it to measure again)" in again.lines[-1]
         assert verdicts(again)["memory_format=channels_last"] == "kept"
     else:
-        assert first.says("not kept, as other work took")
+        assert first.says("not saved, because other processes used")
 
 
 @pytest.mark.slow
@@ -204,7 +204,7 @@ def test_a_run_of_a_few_steps_starts_no_trial(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(auto, "forecast", does_not_begin)
     monkeypatch.setattr(auto, "measure", does_not_begin)
     choice = choose(Job.load(write_job(tmp_path / "job.yaml")), TWO_CORES)
-    why = "6 steps are over before measuring settings would pay (from 400 steps)"
+    why = "a run of 6 steps is too short to benefit from measured settings (at least 400 steps)"
     assert choice.lines == [f"plan auto: dp=2; nothing is measured: {why}"]
     assert choice.plan == Plan(dp=2)
     assert choice.seconds == 0
@@ -218,7 +218,7 @@ def test_a_run_of_a_few_steps_takes_what_an_earlier_start_predicted(
     file = tmp_path / "job.yaml"
     assert choose(Job.load(write_job(file, stop={"steps": 1000})), TWO_CORES).plan == ONE_CORE
     choice = choose(Job.load(write_job(file)), TWO_CORES)
-    assert "threads=1, predicted 550 µs a step (dp=2 2.00 ms); not measured: 6 steps" in choice.lines[0]
+    assert "threads=1, predicted 550 µs a step (dp=2 2.00 ms); not measured: a run of 6 steps" in choice.lines[0]
 
 
 def test_measuring_begins_with_a_plan_that_is_clearly_faster_than_the_default(
@@ -236,8 +236,8 @@ def test_a_run_that_turns_out_to_be_short_ends_the_trial_after_its_first_plan(
     """Only the data tells how many steps two epochs have."""
     forecasts(monkeypatch)
     choice = choose(network(tmp_path, "pass", stop={"epochs": 2}), CLUSTER)
-    assert verdicts(choice)["memory_format=channels_last"] == "not tried: there was no time left to measure it"
-    assert verdicts(choice)["fused=on"] == "not tried: there was no time left to measure it"
+    assert verdicts(choice)["memory_format=channels_last"] == "not tried: no time was left to measure it"
+    assert verdicts(choice)["fused=on"] == "not tried: no time was left to measure it"
     assert "nothing that was tried is faster" in choice.lines[-1]
 
 
@@ -302,8 +302,8 @@ def test_a_short_run_takes_what_is_predicted_and_the_next_start_predicts_nothing
     choice = choose(job, CLUSTER)
     assert choice.plan == Plan(), "which is certain to be faster"
     assert choice.lines == [
-        "plan auto: dp=1, predicted 500 µs a step (dp=2 2.00 ms); not measured: it runs for 2 s at most by prediction, "
-        "and measuring takes 7 s or more to save about 1 s"
+        "plan auto: dp=1, predicted 500 µs a step (dp=2 2.00 ms); not measured: the predicted duration of the run is "
+        "at most 2 s, and measuring takes 7 s or more to save about 1 s"
     ]
     monkeypatch.setattr(auto, "forecast", does_not_begin)
     assert choose(job, CLUSTER).plan == Plan()

@@ -294,7 +294,7 @@ def test_cuts_that_cannot_be_are_named(ranks: Ranks) -> None:
             "called in the order blocks.1,blocks.2,blocks.3"
         ],
         ("gpt", "pp=2 fsdp=2 schedule=zero-bubble"): [
-            "would shard tokens.weight twice, because two stages of a rank share it",
+            "would shard tokens.weight twice, because two stages on one rank share this weight",
             "schedule=1f1b, gpipe or interleaved",
         ],
         ("mlp", "pp=2 cut=0"): ["nothing is computed before 0"],

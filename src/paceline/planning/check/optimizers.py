@@ -37,7 +37,9 @@ def _check(optimizer_json: str, schedule_json: str, info: ModelInfo, steps: int 
     schedule = ScheduleSpec.model_validate_json(schedule_json)
     trained = [shape for shape in info.parameters if shape.trainable]
     if not trained:
-        raise JobError("model.all_frozen", "the model has no trainable parameters: freeze matches all of them")
+        raise JobError(
+            "model.all_frozen", "the model has no trainable parameters, because freeze matches all parameters"
+        )
     for dims in dict.fromkeys(len(shape.sizes) for shape in trained):
         if why := optimizer.refusal(dims):
             first = next(shape for shape in trained if len(shape.sizes) == dims)

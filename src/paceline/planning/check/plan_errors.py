@@ -34,7 +34,7 @@ def plan_errors(
     Args:
         job: a `Job`, its YAML file, or the file's URL.
         plan: a `Plan` or its text.
-        cluster: a `Cluster`, its file, or a name such as `2x8xH100-SXM`; None is this machine.
+        cluster: a `Cluster`, its file, or a name such as `2x8xH100-SXM`; None selects this machine.
         world: the number of ranks that were started already, for example by torchrun; None if the plan says how many to
             start.
 
@@ -338,9 +338,9 @@ def _more_ranks_than_cores(context: PlanContext) -> Iterator[str]:
         f"{plan.ranks} ranks share {count(context.devices, 'core')}, {context.devices / plan.ranks:.2f} of a core each"
     )
     if plan.ranks > plan.dp:
-        yield f"plan {plan}: {share}; degrees that multiply to {context.devices} give each rank one."
+        yield f"plan {plan}: {share}; use degrees whose product is {context.devices} to give each rank a core."
         return
-    fewer = f" {replace(plan, dp=context.devices)}, with a core for each rank, is likely faster."
+    fewer = f" {replace(plan, dp=context.devices)}, which gives each rank a core, is likely faster."
     better = "" if context.job.partition.weights else fewer
     yield f"plan {plan}: {share}, and every rank keeps a copy of the model.{better}"
 
@@ -359,7 +359,7 @@ def _cores_shared_by_ranks(context: PlanContext) -> Iterator[str]:
     for host, ranks in zip(context.cluster.hosts, context.ranks_per_host, strict=True):
         if plan.pin and ranks > max(host.cores, sum(map(len, host.affinity))):
             pinned = f"{ranks} ranks to {host.cores} cores of a host"
-            yield f"plan {plan} pins {pinned}, so that some share one; pin=off lets them move."
+            yield f"plan {plan} pins {pinned}, so some ranks share a core; pin=off lets ranks move between cores."
 
 
 def _slow_bf16(context: PlanContext) -> Iterator[str]:
@@ -368,7 +368,7 @@ def _slow_bf16(context: PlanContext) -> Iterator[str]:
     if plan.precision_for(context.job) == "bf16" and without:
         names = ", ".join(sorted(without))
         slow = f"computes in bf16, which {names} does only in software"
-        yield f"plan {plan} {slow}; precision=fp32 is likely faster there."
+        yield f"plan {plan} {slow}; precision=fp32 is likely faster on this hardware."
 
 
 def _matrices_across_hosts(context: PlanContext) -> Iterator[str]:
@@ -378,7 +378,7 @@ def _matrices_across_hosts(context: PlanContext) -> Iterator[str]:
     ends = list(range(joined, context.devices, joined)) if joined else list(accumulate(context.ranks_per_host))[:-1]
     if plan.tp > 1 and any(end % plan.tp and end < plan.ranks for end in ends):
         fitting = [n for n in range(1, plan.tp) if plan.tp % n == 0 and not any(end % n for end in ends)]
-        talk = "divides matrices across hosts, which then talk in every layer"
+        talk = "divides matrices across hosts, which must then communicate in every layer"
         yield f"plan {plan} {talk}; tp={fitting[-1]} stays within a host."
 
 
@@ -386,16 +386,16 @@ def _parameters_gathered_often(plan: Plan) -> Iterator[str]:
     # a pipeline gathers only once per step
     if plan.fsdp > 1 and plan.zero == 3 and plan.microbatches > 1 and plan.pp == 1:
         yield (
-            f"plan {plan} gathers the parameters anew for each of {plan.microbatches} microbatches; "
-            "zero=2 gathers them once a step, for the memory of one whole copy."
+            f"plan {plan} gathers the parameters again for each of {plan.microbatches} microbatches; "
+            "zero=2 gathers them once per step, but needs memory for a full copy."
         )
 
 
 def _idle_stages(plan: Plan) -> Iterator[str]:
     """Warn about a bubble of (pp - 1) / microbatches (Huang et al., 2019, arXiv:1811.06965)."""
     if 1 <= plan.microbatches < plan.pp:
-        waiting = "has fewer microbatches than pipeline ranks, so some always wait"
-        yield f"plan {plan} {waiting}; microbatches={4 * plan.pp} keeps them busy."
+        waiting = "has fewer microbatches than pipeline ranks, so some ranks are always idle"
+        yield f"plan {plan} {waiting}; microbatches={4 * plan.pp} keeps all ranks busy."
 
 
 def _fewer_microbatches(context: PlanContext) -> Iterator[str]:
@@ -406,23 +406,25 @@ def _fewer_microbatches(context: PlanContext) -> Iterator[str]:
         per_rank, equal = f"shares of {' and '.join(map(str, shares))} samples", plan.data_ranks * plan.microbatches
         yield (
             f"plan {plan} has {per_rank}, which cannot be divided into {plan.microbatches} equal microbatches, so "
-            f"{fitting} will be used; a global batch of {-(-context.job.global_batch // equal) * equal} would divide."
+            f"{fitting} will be used; a global batch of {-(-context.job.global_batch // equal) * equal} divides evenly."
         )
 
 
 def _vocabulary_left_whole(context: PlanContext) -> Iterator[str]:
     plan = context.plan
     wrong = [n for n in context.model_info.vocabulary if n % plan.tp] if plan.tp > 1 else []
-    left = f"plan {plan} leaves the vocabulary whole on each rank"
+    left = f"plan {plan} does not divide the vocabulary between ranks"
     for n in wrong:
-        yield f"{left}, for {n} is not a multiple of {plan.tp}; {n + -n % plan.tp} in the model would be divided."
+        yield (
+            f"{left}, because {n} is not a multiple of {plan.tp}; a vocabulary of {n + -n % plan.tp} would be divided."
+        )
 
 
 def _many_activations(plan: Plan) -> Iterator[str]:
     if plan.microbatches > plan.pp > 1 and plan.schedule == "gpipe":
         yield (
             f"plan {plan} keeps the activations of all {plan.microbatches} microbatches until the backward pass; "
-            f"schedule=1f1b keeps those of {plan.pp} at most, at the same speed."
+            f"schedule=1f1b keeps the activations of at most {plan.pp} microbatches, at the same speed."
         )
 
 
@@ -439,8 +441,8 @@ def _uneven_attention(context: PlanContext) -> Iterator[str]:
 def _nothing_to_offload_to(context: PlanContext) -> Iterator[str]:
     plan, cluster = context.plan, context.cluster
     if plan.offload and plan.fsdp > 1 and not cluster.has_accelerators:
-        kept = "keeps shards in host memory, where ranks without a GPU keep them anyway"
-        yield f"plan {plan} {kept}; offload=off does the same."
+        kept = "keeps shards in host memory, but ranks without a GPU always keep them there"
+        yield f"plan {plan} {kept}; offload=off has the same effect."
 
 
 def _statistics_of_microbatches(context: PlanContext) -> Iterator[str]:
@@ -461,8 +463,8 @@ def _statistics_of_microbatches(context: PlanContext) -> Iterator[str]:
         else f"one microbatch of each of {plan.data_ranks} data-parallel ranks"
     )
     yield (
-        f"plan {plan}: {where} normalise by the statistics of {over}, not of the whole share, and move the running "
-        f"ones {count(plan.microbatches, 'time')} a step: losses differ from those of microbatches=1."
+        f"plan {plan}: {where} normalize with the statistics of {over}, not of the whole share, and update the "
+        f"running statistics {count(plan.microbatches, 'time')} per step. Losses differ from a run with microbatches=1."
     )
 
 
@@ -471,7 +473,7 @@ def _nobody_to_agree_with(plan: Plan) -> Iterator[str]:
     said = " ".join(word for word in str(plan).split() if word.startswith(("sync=", "compress=")))
     if plan.dp == 1 and said:
         alone = "has one replica and nothing to synchronize"
-        yield f"plan {plan} {alone}, so {said} does nothing; dp=2 or more has it work."
+        yield f"plan {plan} {alone}, so {said} has no effect; use dp=2 or more."
 
 
 def _ends_between_agreements(context: PlanContext) -> Iterator[str]:
@@ -479,5 +481,5 @@ def _ends_between_agreements(context: PlanContext) -> Iterator[str]:
     plan, steps = context.plan, context.job.stop.steps
     period = SyncSpec.parse(plan.sync).period
     if plan.dp > 1 and steps is not None and steps < period:
-        rarely = f"agrees every {period} steps, and the job ends after {steps}"
-        yield f"plan {plan} {rarely}; a period of {max(1, steps // 4)} agrees four times."
+        rarely = f"synchronizes every {period} steps, but the job ends after {steps}"
+        yield f"plan {plan} {rarely}; with a period of {max(1, steps // 4)}, replicas synchronize during the run."

@@ -94,8 +94,8 @@ def _too_little_memory(context: PlanContext) -> PlanProblem | None:
         return None
     return PlanProblem(
         "plan.too_many_ranks_for_memory",
-        "plan {plan} needs {need}, for which torch alone takes {memory} of memory, but {cluster} has room for "
-        "{room:,} and cores for {devices}: {works}.",
+        "plan {plan} needs {need}, for which torch alone takes {memory} of memory, but {cluster} has "
+        "memory for {room:,} ranks and cores for {devices}: {works}.",
         need=count(plan.ranks, "rank"),
         ranks=plan.ranks,
         memory=size(plan.ranks * _RANK_BYTES),
@@ -131,8 +131,8 @@ def _share_too_small(context: PlanContext) -> PlanProblem | None:
     if plan.data_ranks > batch:
         return PlanProblem(
             "plan.too_few_samples",
-            "plan {plan} has {has} for a global batch of {global_batch}, but each of them needs a sample: "
-            "{limited} is at most {global_batch}, or the job's global_batch at least {data_ranks}.",
+            "plan {plan} has {has} for a global batch of {global_batch}, but each of them needs a sample. "
+            "Set {limited} to at most {global_batch}, or the job's global_batch to at least {data_ranks}.",
             has=_data_ranks(plan),
             data_ranks=plan.data_ranks,
             global_batch=batch,
@@ -314,7 +314,7 @@ def _more_servers_than_replicas(context: PlanContext) -> PlanProblem | None:
     return PlanProblem(
         "plan.more_servers_than_replicas",
         "plan {plan} has {servers} servers in {replicas}, but each replica can run only one. Use servers={dp} or "
-        "less, or a staleness, with which servers are separate processes.",
+        "less, or set a staleness, which makes servers separate processes.",
         servers=spec.servers.parts,
         replicas=count(context.plan.dp, "replica"),
         dp=context.plan.dp,
@@ -374,7 +374,9 @@ def _nothing_to_compress(context: PlanContext) -> PlanProblem | None:
         "plan.nothing_to_compress",
         "plan {plan} compresses the data that is sent, but sync={sync} {why}. Use compress=none, or sync={works}.",
         sync=spec.name,
-        why="averages parameters, whose every bit counts" if spec.info.sends == "parameters" else "sends by itself",
+        why="averages parameters, which must not lose precision"
+        if spec.info.sends == "parameters"
+        else "sends by itself",
         works=" or ".join(name for name, info in RULES.built_in.items() if info.compresses),
     )
 

@@ -61,7 +61,7 @@ def _virtual_without_interleaving(context: PlanContext) -> PlanProblem | None:
         return None
     return PlanProblem(
         "plan.virtual_without_interleaving",
-        "plan {plan} has virtual={virtual}, the number of stages of a rank with schedule=interleaved, but the "
+        "plan {plan} sets virtual={virtual}, the number of stages per rank with schedule=interleaved, but the "
         "schedule is {schedule}. Use schedule=interleaved, or leave out virtual.",
         virtual=plan.virtual,
         schedule=plan.schedule,
@@ -139,7 +139,7 @@ def _no_sequence_to_divide(context: PlanContext) -> PlanProblem | None:
     if not context.model_info.heads or not context.model_info.blocks:
         return PlanProblem(
             "plan.no_sequence_to_divide",
-            "plan {plan} divides the tokens between matrices, but the model has no blocks with attention over "
+            "plan {plan} uses sequence parallelism, but the model has no blocks with attention over "
             "tokens. Use sequence=off.",
         )
     return undivided_tokens(context.tokens, "tp", plan.tp, plan.cp) if context.tokens else None
@@ -179,7 +179,10 @@ def _updates_of_whole_parameters(context: PlanContext) -> PlanProblem | None:
     divided = [key for key in keys if getattr(plan, key) > 1]
     if not divided:
         return None
-    whole = {"parameter": "each parameter by values of the whole of it", "model": "all parameters by common values"}
+    whole = {
+        "parameter": "each parameter from values of the whole parameter",
+        "model": "all parameters from values that they share",
+    }
     return PlanProblem(
         "plan.updates_of_whole_parameters",
         "plan {plan} divides the model ({divided}), but {optimizer} updates {whole}. Use {choices}, or {works}.",

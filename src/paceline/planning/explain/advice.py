@@ -42,7 +42,10 @@ INEXACT: tuple[tuple[dict[str, Any], str], ...] = (
     ({"compress": "int8"}, "gradients travel in 8 bits between replicas: losses differ"),
     ({"compress": "powersgd:4"}, "replicas reduce an approximation of their gradients: losses differ"),
     ({"sync": "local:8"}, "replicas train independently and average every 8 steps: losses differ"),
-    ({"sync": "server:staleness=4"}, "servers apply gradients up to 4 batches old, no worker waits: losses differ"),
+    (
+        {"sync": "server:staleness=4"},
+        "servers apply gradients that are up to 4 batches old, and no worker waits: losses differ",
+    ),
     ({"sync": "diloco:30"}, "replicas train independently and synchronize every 30 steps: losses differ"),
 )
 
@@ -122,7 +125,11 @@ def _other_machines(case: Case, best: Candidate) -> Iterator[Advice]:
         (Advice("twice the memory of a device", str(room)), memory(2), True),
         (Advice("twice the devices", f"{2 * on.devices:,}", but="twice the price an hour"), devices(2), True),
         (
-            Advice("twice the global batch", f"{batches:,}", but="another training: see `paceline plan batch`"),
+            Advice(
+                "twice the global batch",
+                f"{batches:,}",
+                but="a different batch changes the training: see `paceline plan batch`",
+            ),
             batch(batches),
             True,
         ),
@@ -345,7 +352,7 @@ def devices(times: float) -> Change:
         resized = with_devices(case.cluster, times)
         if resized is None:
             if not _alike(case.cluster):
-                raise ClusterError("explain.hosts_differ", "the hosts are not alike")
+                raise ClusterError("explain.hosts_differ", "the hosts have different hardware")
             raise ClusterError(
                 "explain.link_unknown",
                 "no link to another host is known. Name a cluster for this prediction (docs/how-to/choose_a_plan.md).",

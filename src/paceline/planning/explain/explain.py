@@ -161,11 +161,11 @@ class Explanation:
             (part for part in self.time if part.name != "compute" and part.share >= LEAST), key=lambda part: -part.share
         )
         if not others:
-            return "the step is all computing: only faster devices, or more of them, help"
+            return "the step consists of computation only: only faster devices or more devices help"
         lost = " and ".join(f"{PART_NAMES[part.name]} ({percent(part.share)})" for part in others[:2])
         return (
-            f"computing is {percent(useful / self.winner.prediction.step_time_s)} of the step; the most "
-            f"beside it: {lost}"
+            f"computing is {percent(useful / self.winner.prediction.step_time_s)} of the step; the "
+            f"largest other parts: {lost}"
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -281,7 +281,7 @@ def _notes(best: Candidate, calibration: Calibration | None) -> tuple[str, ...]:
     basis = "measured on these machines" if calibration else "from the catalogue, not measured"
     always = (
         f"every figure is predicted; the speeds of devices and links are {basis}",
-        "waiting for data, evaluations and checkpoints are not in the step",
+        "the step does not include waiting for data, evaluations or checkpoints",
     )
     return tuple(
         dict.fromkeys(

@@ -329,7 +329,7 @@ class BatchAdvice:
         """The advice as one sentence."""
         now, useful = f"{self.now.global_batch:,}", f"{self.useful.global_batch:,}"
         if self.keeps:
-            return f"the global batch of {now} is the useful one already: a larger one is less than 5 % faster"
+            return f"the global batch of {now} is already large enough: a larger batch is less than 5 % faster"
         if self.factor < 1:
             return (
                 f"a global batch of {useful} is within 5 % as fast as the job's {now}; it makes more steps of as many "
@@ -456,7 +456,7 @@ def _larger(case: Case, now: BatchPoint, samples: int | None) -> tuple[list[Batc
         best = max(best, point.throughput)
         if idle == 2:
             return found[1:], "two more doublings are hardly faster"
-    return found[1:], f"{2**_MOST_DOUBLINGS:,} times the job's batch is as far as one looks"
+    return found[1:], f"{2**_MOST_DOUBLINGS:,} times the job's batch is the largest batch that is considered"
 
 
 def _smaller(case: Case, now: BatchPoint, enough: float) -> list[BatchPoint]:

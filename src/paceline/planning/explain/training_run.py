@@ -316,16 +316,20 @@ def _notes(conditions: Conditions, failures: float) -> tuple[str, ...]:
     if conditions.spot_price is not None:
         rate = conditions.preemptions_per_host_day
         told.append(
-            "spot machines are taken to be never taken away: --preemptions-per-host-day"
+            "the estimate assumes that spot machines are never preempted: --preemptions-per-host-day"
             if rate is None
-            else f"a spot machine is taken away {rate:g} times a day, and another one is there at once"
+            else f"a spot machine is preempted {rate:g} times per day and replaced at once"
         )
     return tuple(told)
 
 
 def energy_notes(power_w: Mapping[str, float | None], conditions: Conditions) -> tuple[str, ...]:
     """Return sentences that state how the energy is computed."""
-    told = [f"energy is unknown: the catalogue has no power of {name}" for name, watts in power_w.items() if not watts]
+    told = [
+        f"energy is unknown: the catalogue does not state the power of {name}"
+        for name, watts in power_w.items()
+        if not watts
+    ]
     powers = ", ".join(f"{watts:g} W for each {name}" for name, watts in power_w.items() if watts)
     if not powers:
         return tuple(told)

@@ -65,7 +65,7 @@ class Option:
         return f"{count(self.hosts, 'host')} of {self.offer.title} ({count(self.run.devices, 'device')}){spot}"
 
     def to_json(self) -> dict[str, Any]:
-        """Return the option as a dictionary for JSON."""
+        """Return the choice of cluster as a JSON-serializable dictionary."""
         return figures(self.candidate) | {
             "offer": self.offer.title,
             "hosts": self.hosts,
@@ -152,12 +152,13 @@ class ClusterChoice:
         least = min(self.options, key=lambda option: option.cost)
         first = min(self.options, key=lambda option: option.bought.wall_s)
         return (
-            f"nothing on the list does it: the cheapest takes {money(least.cost)} and {span(least.bought.wall_s)} "
-            f"({least.words}), the fastest {money(first.cost)} and {span(first.bought.wall_s)} ({first.words})"
+            f"no offer on the list meets the limits: the cheapest takes {money(least.cost)} and "
+            f"{span(least.bought.wall_s)} ({least.words}), "
+            f"the fastest {money(first.cost)} and {span(first.bought.wall_s)} ({first.words})"
         )
 
     def to_json(self) -> dict[str, Any]:
-        """Return the answer as plain JSON values."""
+        """Return the answer as a JSON-serializable dictionary."""
         return {
             "job": self.job.name,
             "amount": self.amount.words,

@@ -63,8 +63,8 @@ def estimated(model_info: ModelInfo, tokens: int, why: str) -> ModelTrace:
     first: dict[BlockTrace, BlockTrace] = {}
     alike = [first.setdefault(replace(block, name=""), block) for block in blocks]
     note = (
-        f"{why}: FLOPs are estimated as 2 · parameters · tokens, activations by the widths of matrices; measured "
-        "blocks go before"
+        f"{why}: FLOPs are estimated as 2 · parameters · tokens, and activations from the widths of matrices. Measured "
+        "blocks replace these estimates"
     )
     return ModelTrace(tuple(_kinds(alike)), tokens=tokens, names=names, notes=(note,))
 
@@ -268,7 +268,9 @@ def _notes(seen: Seen) -> tuple[str, ...]:
     asked = sorted(seen.asked)
     if not asked:
         return ()
-    return (f"{', '.join(asked)}: looks at the values of tensors while it computes; the trace takes one way",)
+    return (
+        f"{', '.join(asked)}: reads values of tensors during the forward pass, so the trace shows one possible path",
+    )
 
 
 @dataclass

@@ -494,7 +494,7 @@ def _observed(job: Job, autocast: bool) -> Seen | ModelTrace:
     if not _needs_values(forward.error, forward):
         raise JobError("model.forward_failed", "{reason}", reason=_described(forward.error, forward)) from forward.error
     why = (
-        f"{forward.module_of(forward.error)} cannot be followed without the values of tensors "
+        f"{forward.module_of(forward.error)} cannot be traced without the values of tensors "
         f"({type(forward.error).__name__})"
     )
     return estimated(found, tokens, why)
@@ -515,7 +515,13 @@ def _forward(job: Job, autocast: bool) -> Pass:
     batch = batch_of(job, SAMPLES)
     model = without_memory(job.model)
     if not all(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
-        return Pass(model, batch, SAMPLES, autocast, error=NotImplementedError("its code reads values while it builds"))
+        return Pass(
+            model,
+            batch,
+            SAMPLES,
+            autocast,
+            error=NotImplementedError("the constructor of the model reads values of tensors"),
+        )
     if not autocast:
         with torch.device("meta"):
             return go_forward(Pass(model, batch, SAMPLES, autocast), job)

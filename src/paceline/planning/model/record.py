@@ -172,7 +172,7 @@ def _positions(code: CodeType) -> list[tuple[int | None, int | None, int | None,
 
 
 def report_calls(model: nn.Module, recorder: Recorder) -> None:
-    """Make every module report its calls to the recorder. `restored` undoes this change."""
+    """Make every module report its calls to the recorder. The `restored` context undoes this change."""
     for name, module in model.named_modules():
         module.__dict__["forward"] = _reporting(name, module, recorder)
 
@@ -230,7 +230,7 @@ def _opaque(
     path = recorder.paths[-1]
     if recorder.opaque is not None and path not in recorder.opaque:
         text = " ".join(str(error).split())[:200]
-        raise Unfollowable(f"{path or 'the model'} does not run on a rank's part: {text}", path) from error
+        raise Unfollowable(f"{path or 'the model'} fails on the part of a rank: {text}", path) from error
     with silence(recorder):
         first = next((x for x in tree_leaves(given) if isinstance(x, Tensor) and x.is_floating_point()), None)
         if not path or first is None:
@@ -285,7 +285,7 @@ def _leaf(kind: str, module: nn.Module, recorder: Recorder, x: Tensor) -> Tensor
         if kind == "embedding":
             result = torch.empty((*given, weight.shape[1]), dtype=weight.dtype, device="meta")
         elif given[-1] != taken[1]:
-            raise RuntimeError(f"a linear layer for {taken[1]} features is given {given[-1]}")
+            raise RuntimeError(f"a linear layer with {taken[1]} input features received {given[-1]}")
         else:
             result = torch.empty((*given[:-1], taken[0]), dtype=x.dtype, device="meta")
         about = {"transposed": is_transposed(module), "dims": x.dim()}

@@ -412,7 +412,7 @@ def _caches(model: nn.Module) -> Iterator[Callable[[], None]]:
 
 
 def put_placeholders(model: nn.Module, recorder: Recorder, shapes: Shapes) -> None:
-    """Replace parameters with meta tensors, and buffers with copies. `restored` undoes this change."""
+    """Replace parameters with meta tensors, and buffers with copies. The `restored` context undoes this change."""
     made: dict[int, Tensor] = {}
     names = {id(p): name for name, p in model.named_parameters()}
     for module in model.modules():

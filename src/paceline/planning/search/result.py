@@ -172,7 +172,7 @@ class RejectionCounts:
         found = [Excluded(" ".join(keys[:3]), text, count) for keys, (text, count) in self.refused.items()]
         if self.out_of_memory:
             plans, room = f"{self.out_of_memory:,} plans", size(self.capacity)
-            reason = f"does not fit: {plans} need more on a device that has {room} to give"
+            reason = f"does not fit: {plans} need more than the {room} that are available on a device"
             found.append(Excluded("memory", reason, self.out_of_memory))
         return (*values, *sorted(found, key=lambda one: -one.plans))[:_MOST_REASONS]
 
@@ -196,14 +196,16 @@ def why_it_loses(other: Candidate, winner: Candidate, measured: float = 1.0) -> 
     Args:
         measured: additional factor on the plan's time, from measured runs that are similar to one of the two plans.
     """
-    told = [f"+{percent(measured - 1, 0)} by measured runs that are like it"] if measured - 1 >= _SMALL else []
+    told = (
+        [f"+{percent(measured - 1, 0)} according to measured runs of similar plans"] if measured - 1 >= _SMALL else []
+    )
     step = winner.prediction.step_time_s
     more = {
         part: (s - winner.prediction.breakdown.get(part, 0.0)) / step for part, s in other.prediction.breakdown.items()
     }
     worst = sorted(((gain, part) for part, gain in more.items() if gain >= _SMALL), reverse=True)[:2]
     told += [f"+{percent(gain, 0)} {_WORDS.get(part, part)}{_cause(part, other, winner)}" for gain, part in worst]
-    return "; ".join(told) or "as fast, as far as the model can tell"
+    return "; ".join(told) or "as fast, according to the cost model"
 
 
 def _cause(part: str, other: Candidate, winner: Candidate) -> str:
@@ -224,10 +226,10 @@ def _cause(part: str, other: Candidate, winner: Candidate) -> str:
 
 def _shapes(plan: Plan, samples: float, winner: Plan, best_samples: float) -> str:
     if plan.tp > winner.tp:
-        return f": tp={plan.tp} makes matrices narrower, or divides only a part of them"
+        return f": tp={plan.tp} makes matrices narrower, or divides only some matrices"
     if samples < best_samples:
         return f": microbatches of {count(round(samples), 'sample')} instead of {best_samples:g}"
-    return ": stages are less even" if plan.pp > 1 else ""
+    return ": stages are less balanced" if plan.pp > 1 else ""
 
 
 def nothing_fits(space: Space, rejections: RejectionCounts, layout: Layout) -> PlanError:
@@ -261,8 +263,8 @@ def _uneven_batch(space: Space) -> Excluded | None:
         return None
     shown = ", ".join(map(str, even[:12])) + (", …" if len(even) > 12 else "")
     reason = (
-        f"a global batch of {batch:,} deals evenly to {shown} data-parallel ranks; with others all wait for those "
-        "with one sample more"
+        f"a global batch of {batch:,} can be divided evenly over {shown} data-parallel ranks; with any other number, "
+        "some ranks get one more sample, and all ranks wait for them"
     )
     return Excluded("dp × fsdp × ep", reason)
 
@@ -325,7 +327,7 @@ def smallest_that_works(layout: Layout, global_batch: int) -> str:
     machines = layout.machines
     has = "its part of the host's memory is" if machines.device.is_core else f"{_a(machines.device.name)} has"
     said = (
-        f"At least {size(here.needed)} on each device, with {words(here.layout)}, and {has} {size(here.room)} to give: "
+        f"At least {size(here.needed)} on each device, with {words(here.layout)}, but {has} only {size(here.room)}: "
         f"{size(here.needed - here.room)} are missing."
     )
     more, larger = _more_hosts(layout, global_batch), _larger_device(layout, global_batch)
@@ -334,8 +336,8 @@ def smallest_that_works(layout: Layout, global_batch: int) -> str:
         return f"{said} It fits on {', or on '.join(enough)}."
     what, most = max(memory(more.layout).items(), key=lambda item: item[1])
     return (
-        f"{said} More such hosts do not help: {what} alone would still take {size(most)}. Shorter samples or "
-        "smaller layers would."
+        f"{said} More such hosts do not help: {what} alone would still need {size(most)}. Use shorter samples or "
+        "smaller layers."
     )
 
 

@@ -101,7 +101,7 @@ def plan(job: AnyJob, *, cluster: AnyCluster | None = None, calibration: Basis |
 
     Args:
         job: a `Job`, its YAML file, or the file's URL.
-        cluster: a `Cluster`, its file, or a name such as `64x8xH100-SXM, 400gbit`; None is this machine.
+        cluster: a `Cluster`, its file, or a name such as `64x8xH100-SXM, 400gbit`; None selects this machine.
         calibration: measurements of the machines, or factors of measured runs (`paceline.calibrate_on`); None uses the
             catalogue's figures.
 
@@ -124,7 +124,7 @@ _LISTED = 1.1
 _LIST_EVALUATIONS = 300
 # further plans that are tried if the list is too short
 _FILL = 150
-_OFFLOADED = "the way of the state to host memory and back (offload) is not in this time"
+_OFFLOADED = "this time does not include the transfers of state between host memory and devices (offload)"
 # number of predicted plans that ends the search; the gap then bounds how far the result may be from the best
 _MOST_EVALUATIONS = 8000
 # the same on a calibrated machine, whose pipelines are simulated; with fewer plans, all of them are tried

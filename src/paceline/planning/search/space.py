@@ -387,7 +387,7 @@ class LegalPlans:
         ]
         if all(one_a_rank):
             return next(iter(one_a_rank))
-        apart = f"no more than {count(self.blocks, 'block')} of the model can be predicted apart"
+        apart = f"at most {count(self.blocks, 'block')} of the model can be predicted separately"
         return (("pp",), f"makes {pp} stages, and {apart}: pp={self.blocks}.") if pp > self.blocks else None
 
     def divides_sequence(self, tp: int, cp: int) -> bool:
@@ -443,7 +443,7 @@ def legal_plans(
     """
     if unknown := set(keys) - {*VARIED, "remat"}:
         raise ValueError(
-            f"keys: {', '.join(sorted(unknown))} do not vary in the space of plans; there are "
+            f"keys: {', '.join(sorted(unknown))} do not vary in the space of plans; the keys that vary are "
             f"{', '.join(VARIED)}, remat"
         )
     base = base or Plan().for_job(job)

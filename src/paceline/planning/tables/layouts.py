@@ -36,7 +36,7 @@ def layout_of(cells: Cells, others: Sequence[Cells]) -> Layout:
 
     Raises:
         UnusableError: a value is missing and cannot be inferred.
-        ClusterError: its device is not in the catalogue.
+        ClusterError: the device of the row is not in the catalogue.
     """
     device = accelerator(cells["gpu"])
     framework = framework_of(cells, device)
@@ -309,7 +309,7 @@ def row_of(table: str, at: int, cells: Cells, others: Sequence[Cells]) -> Row:
 
     Raises:
         UnusableError: a value is missing and cannot be inferred.
-        ClusterError: its device is not in the catalogue.
+        ClusterError: the device of the row is not in the catalogue.
     """
     out_of_memory = any(
         "oom" in cells.get(name, "").lower() for name in ("memory_gib", "step_time_s", "tokens_per_s_per_gpu")

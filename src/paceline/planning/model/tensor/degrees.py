@@ -185,15 +185,15 @@ def find_unpaired(
             continue
         rows, layer_paths = rows_of(layers[0]), [paths[id(module)] for module in layers]
         words = any(path in heads for path in layer_paths) or any(is_embedding(module) for module in layers)
-        why = None if vocabulary or not words else "the vocabulary is not to be divided"
+        why = None if vocabulary or not words else "dividing the vocabulary is turned off"
         if why is None and weighted(layers[0]).weight.numel() < LARGE and not (words and rows in vocabularies):
-            why = "small, and no part of a pair"
+            why = "the weight is small and not in a pair of layers that can be divided"
         read = {name, *filter(None, (bias_of(owners, module) for module in layers))}
         why = why or _reason_against(graph, name, read, layer_paths, layers, ranks)
         if why is None and set(own) & set(layer_paths):
-            why = "it works on this rank's tokens only"
+            why = "the layer processes only this rank's tokens"
         if why is None and name in (proof.boundaries.parameters if partial is None else partial):
-            why = "its gradients are partial sums, other ones on each rank"
+            why = "its gradients are partial sums, which differ between ranks"
         if why is not None:
             found.whole |= dict.fromkeys(layer_paths, why)
             continue
@@ -229,16 +229,16 @@ def _reason_against(
     """Return the reason why a weight cannot be divided along its rows, or None."""
     rows = rows_of(layers[0])
     if rows % ranks:
-        return f"its {rows} rows are not a multiple of tp={ranks}; a size of {-(-rows // ranks) * ranks} would be"
+        return f"the number of rows, {rows}, is not a multiple of tp={ranks}, but {-(-rows // ranks) * ranks} is"
     if graph is None:
-        return "the model cannot be traced, so other code may read it"
+        return "other code may read the weight, because the model cannot be traced"
     if len({is_transposed(module) for module in layers}) > 1:
-        return "it is tied to a layer that holds it transposed"
+        return "the weight is tied to a layer that stores the weight transposed"
     if not _uses(graph, name):
-        return "the example does not use it"
+        return "the example batch does not use the weight"
     for parameter in parameters:
         if any(node.op not in ("linear", "embedding") or node.path not in paths for node in _uses(graph, parameter)):
-            return "it is read by other code than its own layer"
+            return "code outside of the weight's own layer reads the weight"
     return None
 
 
@@ -336,9 +336,10 @@ def survey(model: nn.Module, example: Batch, call: Call) -> Survey:
         found = find_regions(graph, _hints(model))
     except Exception as error:  # noqa: BLE001 - whatever the model's code raises on tensors without data
         text = " ".join(str(error).split())[:200]
-        return Survey(None, notes=[f"the model cannot be traced without data ({text}): it stays whole"])
+        return Survey(None, notes=[f"the model cannot be traced without data ({text}), so it is not divided"])
     notes = [
-        f"{path} depends on its data, so it stays whole on every rank ({why})" for path, why in graph.opaque.items()
+        f"{path} depends on the values of its tensors ({why}), so it is not divided"
+        for path, why in graph.opaque.items()
     ]
     return Survey(graph, found.regions, found.why_whole, notes)
 
@@ -362,12 +363,15 @@ def prove(model: nn.Module, ranks: int, example: Batch, call: Call, surveyed: Su
                 _leave_whole(
                     proof,
                     region,
-                    f"its size {sizes} is not a multiple of tp={ranks}; tp={_listed(region.degrees)} divide it",
+                    f"the size {sizes} is not a multiple of tp={ranks}; "
+                    f"possible values are tp={_listed(region.degrees)}",
                 )
         _keep_proven(proof, _alike(fitting), model, ranks, example, call)
         for node in found.graph.nodes:
             if node.op == "linear" and found.graph.values[node.inputs[1]].name in proof.boundaries.parameters:
-                proof.why_whole[node.path] = "every rank uses all of its outputs, for its own part of the next layers"
+                proof.why_whole[node.path] = (
+                    "every rank needs all outputs of the layer for its own part of the next layers"
+                )
     return proof
 
 
@@ -503,10 +507,10 @@ def compare(graph: Graph, again: Graph, labels: dict[int, Label], ranks: int) ->
         found = [again.values[v].shape for v in (*b.inputs, *b.outputs)]
         if (a.name, a.path, _numbers(a)) != (b.name, b.path, _numbers(b)) or predicted != found:
             raise Unfollowable(
-                f"{a.name} in {a.path or 'the model'} does not work on a rank's part as it does on the whole"
+                f"{a.name} in {a.path or 'the model'} behaves differently on a rank's part than on the whole tensor"
             )
     if len(full) != len(own):
-        raise Unfollowable("the divided model does not do the same operations as the whole one")
+        raise Unfollowable("the divided model does not execute the same operations as the undivided model")
 
 
 def _computing(graph: Graph) -> list[Node]:

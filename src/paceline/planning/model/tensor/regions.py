@@ -90,7 +90,7 @@ def find_regions(graph: Graph, hints: dict[str, str] | None = None) -> TensorReg
             try:
                 region = _grown(graph, out, label)
                 if taken & region.labels.keys():
-                    raise Unfollowable("it would reach into another pair")
+                    raise Unfollowable("the divided region would extend into the region of another pair of layers")
             except Unfollowable as error:
                 found.why_whole.setdefault(node.path, str(error))
                 continue
@@ -141,19 +141,20 @@ def _grown(graph: Graph, value: int, label: Label) -> Region:
             for other, wanted in implied(graph, graph.nodes[number], labels).items():
                 if other not in labels:
                     if graph.values[other].kind in {"input", "constant"}:
-                        raise Unfollowable("it would divide a tensor that is not a parameter")
+                        raise Unfollowable("a tensor that is not a parameter would be divided")
                     labels[other] = wanted
                     queue.append(other)
                 elif labels[other] != wanted:
                     raise Unfollowable(
-                        f"{graph.nodes[number].name} in {graph.nodes[number].path} wants a tensor divided in two ways"
+                        f"{graph.nodes[number].name} in {graph.nodes[number].path} would need "
+                        "the same tensor divided in two different ways"
                     )
     if labels.keys() & set(graph.outputs):
-        raise Unfollowable("what would be divided is the model's output")
+        raise Unfollowable("the model's output would be divided")
     nodes = [graph.nodes[n] for n in sorted(touched)]
     rows = [node.path for node in nodes if is_row(node, labels)]
     if not rows:
-        raise Unfollowable("no linear layer takes what would be divided")
+        raise Unfollowable("no linear layer reads the tensor that would be divided")
     columns = [
         node.path for node in nodes if node.name == "linear" and node.inputs[1] in labels and not is_row(node, labels)
     ]
@@ -235,13 +236,13 @@ def find_boundaries(graph: Graph, labels: dict[int, Label]) -> Boundaries:
             continue
         if open_uses != uses or value in graph.outputs:
             raise Unfollowable(
-                f"{graph.nodes[min(open_uses)].path or 'the model'}: a tensor is read by divided and by "
-                "undivided operations"
+                f"{graph.nodes[min(open_uses)].path or 'the model'}: both divided and undivided "
+                "operations read the same tensor"
             )
         if entry.kind == "parameter":
             result.parameters.add(entry.name)
         elif entry.producer < 0:
-            raise Unfollowable("an input of the model is read by divided operations outside of any module")
+            raise Unfollowable("divided operations outside of any module read an input of the model")
         elif is_row(graph.nodes[entry.producer], labels):
             result.results.add(graph.nodes[entry.producer].path)
         else:
@@ -250,7 +251,7 @@ def find_boundaries(graph: Graph, labels: dict[int, Label]) -> Boundaries:
     for node in graph.nodes:
         if node.path in result.results and node.outputs[0] not in partial:
             raise Unfollowable(
-                f"{node.path} is called several times, for divided and for undivided operations", node.path
+                f"{node.path} is called several times, for both divided and undivided operations", node.path
             )
     return result
 
@@ -266,17 +267,19 @@ def _walk_back(
 ) -> None:
     """Propagate partial sums of gradients from a node's outputs to its inputs.
 
-    This is correct because the gradients of inputs are linear in the gradients of outputs.
+    Partial sums can be propagated because the gradients of inputs are linear in the gradients of outputs.
 
     Raises:
         Unfollowable: the operation's gradient is unknown, or an input is divided.
     """
     if node.name in UNSEEN_GRADIENT:
-        raise Unfollowable(f"{node.name} in {node.path or 'the model'} would see a part of a gradient only", node.path)
+        raise Unfollowable(
+            f"{node.name} in {node.path or 'the model'} would receive only a part of a gradient", node.path
+        )
     for v in node.inputs:
         if learns[v] and v in labels:
             raise Unfollowable(
-                f"{node.name} in {node.path or 'the model'} makes a whole tensor of a divided one", node.path
+                f"{node.name} in {node.path or 'the model'} turns a divided tensor into an undivided one", node.path
             )
         if learns[v]:
             partial.setdefault(v, set()).add(number)
@@ -297,7 +300,7 @@ def _once_a_module(graph: Graph, copies: list[tuple[Entry, int]], learns: list[b
         for entry in graph.entries:
             value = entry.arguments.get(place)
             if entry.path == path and value is not None and learns[value] and (path, place, value) not in wanted:
-                raise Unfollowable(f"{path} is called several times, with divided and with undivided tensors", path)
+                raise Unfollowable(f"{path} is called several times, with both divided and undivided tensors", path)
     first: dict[tuple[str, tuple[int | str, ...]], tuple[Entry, int]] = {}
     for entry, value in copies:
         first.setdefault(
@@ -343,7 +346,7 @@ class Joint:
     Attributes:
         few, many: tensor with the few heads, and tensor with the many heads.
         times: number of heads in `many` that share one head in `few`.
-        path: the module whose code it is.
+        path: path of the module whose code performs the operation.
         repeated: result of repeating heads, before dimensions are merged; None if the operation does not repeat heads.
         dim: dimension of the repeated heads in `repeated`.
     """
@@ -466,7 +469,7 @@ class Repeat:
     """Operation that repeats heads fewer times on a rank than in the whole model.
 
     Attributes:
-        path: the module whose code it is.
+        path: path of the module whose code performs the operation.
         times: number of times that the whole model repeats the heads.
         by: number by which `times` is divided on a rank.
         repeated, dim: as in `Joint`; `repeated` is None if attention itself repeats heads.

@@ -76,10 +76,10 @@ def implied(graph: Graph, node: Node, labels: dict[int, Label]) -> dict[int, Lab
     result: dict[int, Label] = {}
     for slot, label in [*known.items(), *found.items()]:
         if result.setdefault(tensors[slot], label) != label:
-            raise Unfollowable(f"{_where(node)} wants a tensor divided in two ways")
+            raise Unfollowable(f"{_where(node)} would need the same tensor divided in two different ways")
     divided = any(v in result for v in node.outputs) or not node.outputs
     if known and not divided and not is_row(node, labels | result) and node.name not in CREATIONS:
-        raise Unfollowable(f"{_where(node)} sums over what would be divided")
+        raise Unfollowable(f"{_where(node)} sums over the dimension that would be divided")
     return result
 
 
@@ -98,11 +98,11 @@ def _run_together(ties: list[Tie], known: dict[int, Label], node: Node) -> dict[
     for slot, label in known.items():
         touched = [tie for tie in ties if (slot, label.dim) in tie]
         if not touched:
-            raise Unfollowable(f"{_where(node)} needs the whole dimension {label.dim}")
+            raise Unfollowable(f"{_where(node)} needs dimension {label.dim} undivided")
         for tie in touched:
             for other, dim in tie:
                 if found.setdefault(other, label.along(dim)) != label.along(dim):
-                    raise Unfollowable(f"{_where(node)} wants a tensor divided in two ways")
+                    raise Unfollowable(f"{_where(node)} would need the same tensor divided in two different ways")
     return found
 
 
@@ -115,12 +115,12 @@ def _ties(node: Node, shapes: list[tuple[int, ...]]) -> list[Tie]:
         and torch.Tag.nondeterministic_seeded in node.op.tags
         and "dropout" not in node.name
     ):
-        raise Unfollowable(f"{_where(node)} draws other random numbers for a part than for the whole")
+        raise Unfollowable(f"{_where(node)} would draw different random numbers on a part of the tensor")
     if not isinstance(node.op, str) and (torch.Tag.pointwise in node.op.tags or node.name in _POINTWISE):
         return _broadcast(shapes, len(node.inputs))
     if node.name in CREATIONS:
         return [[(len(node.inputs), d)] for d in range(len(shapes[-1]))]
-    raise Unfollowable(f"{_where(node)} is not followed")
+    raise Unfollowable(f"{_where(node)} is not supported")
 
 
 def _where(node: Node) -> str:
@@ -201,7 +201,7 @@ def _matmul(node: Node, shapes: list[tuple[int, ...]]) -> list[Tie]:
     (a, b, out) = shapes[-3:] if node.name != "baddbmm" else (shapes[1], shapes[2], shapes[3])
     offset = len(shapes) - 3
     if len(a) < 2 or len(b) < 2:
-        raise Unfollowable(f"{_where(node)} of vectors is not followed")
+        raise Unfollowable(f"{_where(node)} of vectors is not supported")
     ties: list[Tie] = [
         [(offset, len(a) - 2), (offset + 2, len(out) - 2)],
         [(offset + 1, len(b) - 1), (offset + 2, len(out) - 1)],
@@ -217,7 +217,7 @@ def _matmul(node: Node, shapes: list[tuple[int, ...]]) -> list[Tie]:
 def _einsum(node: Node, shapes: list[tuple[int, ...]]) -> list[Tie]:
     equation = str(node.args[0]).replace(" ", "")
     if "..." in equation or "->" not in equation:
-        raise Unfollowable(f"{_where(node)} with the equation {equation} is not followed")
+        raise Unfollowable(f"{_where(node)} with the equation {equation} is not supported")
     sides = equation.replace("->", ",").split(",")
     kept = set(sides[-1])
     return [[(s, d) for s, side in enumerate(sides) for d, c in enumerate(side) if c == letter] for letter in kept]
@@ -258,7 +258,7 @@ def _linear(node: Node, shapes: list[tuple[int, ...]], known: dict[int, Label]) 
     if (0 in known and known[0].dim == last) or (1 in known and known[1].dim == takes):
         label = known.get(0) or known[1]
         if label.dim not in (last, takes) or (out in known and known[out].dim == last):
-            raise Unfollowable(f"{_where(node)} would be divided along its inputs and its outputs")
+            raise Unfollowable(f"{_where(node)} would be divided along both its inputs and its outputs")
         return {0: label.along(last), 1: label.along(takes)}
     ties: list[Tie] = [[(0, d), (out, d)] for d in range(last)]
     ties.append([(1, gives), (out, last), *([(2, 0)] if out == 3 else [])])
@@ -291,7 +291,7 @@ def _through_reshape(node: Node, shape: tuple[int, ...], into: tuple[int, ...], 
                 return Label(dim, lead // passed, (size // (lead // passed),))
             break
         passed *= size
-    raise Unfollowable(f"{_where(node)} from {shape} to {into} mixes what would be divided")
+    raise Unfollowable(f"{_where(node)} from shape {shape} to shape {into} mixes the parts of different ranks")
 
 
 def _cut(node: Node, shapes: list[tuple[int, ...]], known: dict[int, Label]) -> dict[int, Label]:
@@ -307,12 +307,12 @@ def _cut(node: Node, shapes: list[tuple[int, ...]], known: dict[int, Label]) -> 
         )
     start = int(given.get("start") or 0) % max(1, shapes[0][dim]) if node.name in {"slice", "narrow"} else 0
     if given.get("step", 1) != 1:
-        raise Unfollowable(f"{_where(node)} takes every {given['step']}th of what would be divided")
+        raise Unfollowable(f"{_where(node)} has a step of {given['step']} along the dimension that would be divided")
     sizes = [shape[dim] for shape in shapes[1:]]
     if 0 in known:
         return {s + 1: Label.of(dim, part) for s, part in enumerate(_deal(node, known[0].sections, start, sizes))}
     if sum(sizes) != shapes[0][dim]:
-        raise Unfollowable(f"{_where(node)} is a part of what would be divided")
+        raise Unfollowable(f"{_where(node)} takes only a part of the dimension that would be divided")
     like = next(iter(known.values()))
     parts = [
         known[s + 1] if s + 1 in known else like if size == sum(like.sections) else Label(dim, 1, (size,))
@@ -333,7 +333,7 @@ def _deal(node: Node, sections: tuple[int, ...], start: int, sizes: list[int]) -
     dealt = []
     for size in sizes:
         if start not in ends or start + size not in ends:
-            raise Unfollowable(f"{_where(node)} cuts through what would be divided")
+            raise Unfollowable(f"{_where(node)} cuts through the part of a rank")
         dealt.append(list(sections[ends.index(start) : ends.index(start + size)]))
         start += size
     return dealt
@@ -343,7 +343,7 @@ def _repeated(node: Node, shapes: list[tuple[int, ...]], known: dict[int, Label]
     """Propagate labels through repeat_interleave with an integer number of repeats."""
     given = bound(node)
     if not isinstance(given.get("repeats"), int) or given.get("dim") is None:
-        raise Unfollowable(f"{_where(node)} is not followed")
+        raise Unfollowable(f"{_where(node)} is not supported")
     dim = given["dim"] % len(shapes[0])
     if any(label.dim != dim for label in known.values()):
         return _run_together([[(0, d), (1, d)] for d in range(len(shapes[0])) if d != dim], known, node)
@@ -354,7 +354,7 @@ def _repeated(node: Node, shapes: list[tuple[int, ...]], known: dict[int, Label]
     if shapes[0][dim] == 1:
         return {}
     if any(n % times for n in known[1].sizes):
-        raise Unfollowable(f"{_where(node)} cuts through what would be divided")
+        raise Unfollowable(f"{_where(node)} cuts through the part of a rank")
     return {0: Label(dim, known[1].outer, tuple(n // times for n in known[1].sizes))}
 
 
@@ -368,13 +368,13 @@ def _attention(node: Node, shapes: list[tuple[int, ...]], known: dict[int, Label
     for known_slot, label in known.items():
         back = len(shapes[known_slot]) - label.dim
         if back <= 2 or len(label.sizes) > 1:
-            raise Unfollowable(f"{_where(node)} needs whole sequences and heads")
+            raise Unfollowable(f"{_where(node)} needs undivided sequences and heads")
         for slot, shape in enumerate(shapes):
             # a single head of keys and values serves all queries, like a mask of size 1
             if len(shape) < back or (slot not in (0, out) and shape[-back] == 1):
                 continue
             if shape[-back] % label.outer:
-                raise Unfollowable(f"{_where(node)} has heads that do not group")
+                raise Unfollowable(f"{_where(node)} has a number of heads that cannot be divided in the same way")
             found[slot] = Label(len(shape) - back, label.outer, (shape[-back] // label.outer,))
     return found
 
@@ -434,7 +434,7 @@ def _leaf_or_raw_linear(node: Node, shapes: list[tuple[int, ...]], known: dict[i
 def _leaf_or_raw_lookup(node: Node, shapes: list[tuple[int, ...]], known: dict[int, Label]) -> dict[int, Label]:
     if isinstance(node.op, str):
         return _run_together(_lookup(node, shapes), known, node)
-    raise Unfollowable(f"{_where(node)} is not followed")
+    raise Unfollowable(f"{_where(node)} is not supported")
 
 
 _SPECIAL |= {"linear": _leaf_or_raw_linear, "embedding": _leaf_or_raw_lookup}

@@ -92,7 +92,7 @@ class ShapeRewriter:
         self, number: int, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if number >= len(self.graph.calls) or self.graph.calls[number].name != name:
-            raise Unfollowable(f"the divided model runs other code than the whole one at {name}")
+            raise Unfollowable(f"the divided model runs different code from the undivided model at {name}")
         full = self.graph.calls[number]
         repeat = next((self.repeated[v] for v in full.results if v in self.repeated), None)
         if repeat is not None:
@@ -115,7 +115,7 @@ class ShapeRewriter:
 
     def _note(self, full: PythonCall, kind: str, which: int, by: int) -> None:
         if full.site is None:
-            raise Unfollowable(f"{full.name} in {full.path} needs other sizes, and its code is not known")
+            raise Unfollowable(f"{full.name} in {full.path} needs other sizes, but its source code was not found")
         self.rewrites.setdefault(full.path, set()).add(Rewrite(full.site, kind, which, by))
 
     def _note_attributes(self, repeat: Repeat) -> bool:
@@ -261,8 +261,8 @@ def _method(module: nn.Module, code: CodeType) -> tuple[str, FunctionType]:
         if isinstance(found, FunctionType) and found.__code__ is code and code.co_name not in module.__dict__:
             return code.co_name, found
         if isinstance(found, FunctionType) and getattr(unwrap(found), "__code__", None) is code:
-            raise Unfollowable(f"{code.co_qualname} names full sizes and is decorated")
-    raise Unfollowable(f"{code.co_qualname} names full sizes and is not a plain method of {type(module).__name__}")
+            raise Unfollowable(f"{code.co_qualname} uses full sizes and has a decorator, so it cannot be rewritten")
+    raise Unfollowable(f"{code.co_qualname} uses full sizes, but is not a plain method of {type(module).__name__}")
 
 
 @cache
@@ -278,7 +278,7 @@ def _changed(function: FunctionType, code: CodeType, changes: frozenset[Any]) ->
     change = _SizeTransformer(at)
     changed = change.visit(copy.deepcopy(tree))
     if change.open:
-        raise Unfollowable(f"{code.co_qualname} names full sizes at a place that is not a plain call")
+        raise Unfollowable(f"{code.co_qualname} uses full sizes outside of a plain call, so it cannot be rewritten")
     changed.decorator_list, changed.returns = [], None
     for argument in ast.walk(changed.args):
         if isinstance(argument, ast.arg):
@@ -310,7 +310,7 @@ def _definition(code: CodeType) -> ast.FunctionDef:
         )
         if isinstance(node, ast.FunctionDef) and node.name == code.co_name and first == code.co_firstlineno:
             return node
-    raise Unfollowable(f"{code.co_qualname} names full sizes, and its source is not there")
+    raise Unfollowable(f"{code.co_qualname} uses full sizes, but its source code was not found")
 
 
 @cache
@@ -319,7 +319,7 @@ def _parsed(file: str) -> ast.Module:
     try:
         return ast.parse("".join(lines))
     except SyntaxError:
-        raise Unfollowable(f"{file} is no longer what was imported") from None
+        raise Unfollowable(f"{file} has changed since it was imported") from None
 
 
 class _SizeTransformer(ast.NodeTransformer):
