@@ -493,9 +493,8 @@ class Pool:
         self._most = threads
         self._threads: list[threading.Thread] = []
         self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._lanes: dict[
-            Hashable, deque[Callable[[], None]]
-        ] = {}  # tasks that wait until the running task of their lane ends
+        # tasks that wait until the running task of their lane ends
+        self._lanes: dict[Hashable, deque[Callable[[], None]]] = {}
         self._idle = threading.Semaphore(0)
         self._lock = threading.Lock()
 

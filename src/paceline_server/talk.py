@@ -435,9 +435,8 @@ class PeersMemory:
     def __init__(self) -> None:
         self._segments: dict[int, Segment] = {}
         self._lent: set[int] = set()
-        self._ended: deque[int] = (
-            deque()
-        )  # the thread that frees the last tensor of a block appends the number of the memory
+        # the thread that frees the last tensor of a block appends the number of the memory
+        self._ended: deque[int] = deque()
 
     def add(self, number: int, nbytes: int, descriptor: int) -> None:
         """Map memory, and close its descriptor.

@@ -79,9 +79,8 @@ def command(
     here = links.transports_of(where)
     if not is_rank() and len(where.hosts) == 1:  # under torchrun, `where` is only this host
         for name in named:
-            if (
-                name in TRANSPORTS.names and name not in here
-            ):  # otherwise another transport would be measured under this name
+            # otherwise another transport would be measured under this name
+            if name in TRANSPORTS.names and name not in here:
                 raise typer.BadParameter(
                     f"{name} carries messages between hosts only; name them with --hosts or --cluster. Here it can be "
                     f"{', '.join(here)}",

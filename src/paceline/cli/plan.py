@@ -434,9 +434,8 @@ def _train_it(found: Explanation, options: _Options, console: Console) -> None:
 
     where = found.cluster
     console.print()
-    if (
-        found.job.model.transformer is not None
-    ):  # a model that is given only by dimensions can be planned but not trained
+    # a model that is given only by dimensions can be planned but not trained
+    if found.job.model.transformer is not None:
         return
     on = "" if where.only_planned else options.cluster
     launcher = "there, on every host: torchrun … --no-python " if where.only_planned and len(where.hosts) > 1 else ""

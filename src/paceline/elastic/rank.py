@@ -414,10 +414,8 @@ def end(code: int = 0) -> NoReturn:
 def call_the_process(title: str) -> None:
     """Set the title of this process in `ps` and `top`."""
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
-    start, end = (
-        int(fields[45]),
-        int(fields[46]),
-    )  # addresses of the arguments: fields 48 and 49 of the file
+    # addresses of the arguments: fields 48 and 49 of the file
+    start, end = int(fields[45]), int(fields[46])
     ctypes.memmove(start, title.encode()[: end - start - 1].ljust(end - start, b"\0"), end - start)
 
 

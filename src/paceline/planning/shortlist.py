@@ -113,7 +113,7 @@ def shortlist(job: Job, cluster: Cluster, default: Plan, forecasts: Sequence[For
 
 
 def _on_one_core_or_all(forecasts: Sequence[Forecast]) -> list[Forecast]:
-    """Of the forecasts for a single rank, keep either one core or all cores."""
+    """Keep one of the two forecasts for a single rank: one core, or all cores."""
     times = {forecast.plan: forecast.step_s for forecast in forecasts}
     one, all_of_them = str(ONE_CORE), str(Plan())
     if not {one, all_of_them} <= set(times):

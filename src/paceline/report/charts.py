@@ -165,13 +165,8 @@ def thinned(line: Line, middle: Middle, most: int = POINTS) -> Thinned:
 
 
 Dash = Literal["solid", "dash", "dot", "dashdot", "long"]
-DASHES: tuple[Dash, ...] = (
-    "solid",
-    "dash",
-    "dot",
-    "dashdot",
-    "long",
-)  # patterns that distinguish lines without colours
+# patterns that distinguish lines without colours
+DASHES: tuple[Dash, ...] = ("solid", "dash", "dot", "dashdot", "long")
 INK = "currentColor"  # colour of the page's text in either theme
 
 

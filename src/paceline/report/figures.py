@@ -338,11 +338,8 @@ DEFINITIONS: Mapping[str, Definition] = {
 """Definitions for all pages, by the keys that templates, tables and panels use."""
 
 
-TARGETS = (
-    "loss_below",
-    "metric_above",
-    "metric_below",
-)  # stop rules that end a run at a target rather than after a budget
+# stop rules that end a run at a target rather than after a budget
+TARGETS = ("loss_below", "metric_above", "metric_below")
 
 
 def reason_words(reason: str) -> str:

@@ -18,7 +18,7 @@ from paceline.errors import PacelineError
 from paceline.files import opened_to_read
 from paceline.report.run_record import is_event, is_step, ranks_of
 from paceline.run.record.goodput import GoodputSoFar
-from paceline.run.record.progress import TROUBLE, NewLines, RecentSteps, event_sentence, parsed
+from paceline.run.record.progress import TROUBLE, UNKNOWN_EVENT, NewLines, RecentSteps, event_sentence, parsed
 from paceline.run.record.run import Run
 
 RECENT = 50  # number of latest steps that are kept for each rank
@@ -26,10 +26,8 @@ EVENTS = 100
 CURVE = 256  # largest number of losses in a curve
 _PARSED = 256  # approximate number of lines per poll, over all ranks except the leading rank
 _FEWEST_PARSED = 4
-_LINE_BYTES, _TAIL_BYTES = (
-    2**10,
-    2**22,
-)  # largest line of a step; bytes that are read when a rank becomes the leading rank
+# largest line of a step; bytes that are read when a rank becomes the leading rank
+_LINE_BYTES, _TAIL_BYTES = 2**10, 2**22
 # a run may have stopped after this time without a step, in typical steps and in seconds
 _LATE_STEPS, _LATE_S = 20.0, 10.0
 _PARTS_S = tuple(f"{part}_s" for part in PARTS)
@@ -261,12 +259,7 @@ class LiveRun:
                 self.members.told(event)
                 self._note(event)
                 sentence = event_sentence(event)
-            except (
-                KeyError,
-                TypeError,
-                ValueError,
-                AttributeError,
-            ):  # the event was written by another version, or edited by hand
+            except UNKNOWN_EVENT:
                 sentence = None
             self.total_steps = self.recent.total_steps or self.total_steps
             if event["event"] == "end":

@@ -156,9 +156,8 @@ class LiveServer:
         else:
             self._new.add(writer)
             self._somebody.set()
-        while await reader.read(
-            HEAD_BYTES
-        ):  # a client sends nothing more; the end of its stream means that it has disconnected
+        # a client sends nothing more; the end of its stream means that it has disconnected
+        while await reader.read(HEAD_BYTES):
             pass
 
     async def _follow(self) -> None:

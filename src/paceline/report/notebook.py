@@ -33,11 +33,8 @@ _STYLE = (
     " .paceline .plot .unseen { fill: transparent }"
     " .paceline .plot .tier-1, .paceline .plot .tier-2 { display: none }"
 )
-_SQUARE, _GAP, _MOST_DRAWN = (
-    22,
-    4,
-    64,
-)  # size of a rank and gap between ranks in pixels; largest number of ranks that are drawn
+# size of a rank and gap between ranks in pixels; largest number of ranks that are drawn
+_SQUARE, _GAP, _MOST_DRAWN = 22, 4, 64
 
 
 def shown(figure: Figure | None, title: str, head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:

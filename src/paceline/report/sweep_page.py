@@ -161,9 +161,8 @@ def _parallel(known: Sequence[Combination], keys: Sequence[str], metric: str, be
         height=360,
         legend=False,
     )
-    for c in sorted(
-        known, key=lambda c: c.number in best
-    ):  # the best combinations are drawn last, so that their lines are on top
+    # the best combinations are drawn last, so that their lines are on top
+    for c in sorted(known, key=lambda c: c.number in best):
         places = [*(scales[key].share(c.parameters[key]) for key in keys), of_metric.share(c.metric)]
         is_best = c.number in best
         hint = f"{titled(c.parameters)}\n{metric} {c.metric:.4g}"

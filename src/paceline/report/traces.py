@@ -19,7 +19,7 @@ from paceline.files import write_whole
 from paceline.report.critical_path import BETWEEN, CriticalPath, Piece
 from paceline.report.figures import PARTS
 from paceline.report.timeline import RankStep, Timeline
-from paceline.run.record.progress import event_sentence
+from paceline.run.record.progress import UNKNOWN_EVENT, event_sentence
 from paceline.run.tuning.calibrate import PHASE, STEP
 from paceline.text import listed
 from paceline.units import count, percent, seconds
@@ -171,12 +171,7 @@ def _told(event: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values of an event, with a sentence that describes the event."""
     try:
         sentence = event_sentence(dict(event))
-    except (
-        KeyError,
-        TypeError,
-        ValueError,
-        AttributeError,
-    ):  # the event was written by another version, or edited by hand
+    except UNKNOWN_EVENT:
         sentence = None
     plain = {
         key: value

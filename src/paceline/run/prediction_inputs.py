@@ -122,7 +122,7 @@ class ImageFiles(Dataset[Batch]):
 def _images(spec: Images, path: Path, input_shape: tuple[int, ...] | None, classes: list[str] | None) -> Inputs:
     wanted = spec.shape or input_shape
     if wanted is None:
-        raise DataError("predict.no_shape", "the model does not define an input shape. Give data.shape in the job")
+        raise DataError("predict.no_shape", "the model does not define an input shape. Give data.shape in the job.")
     dataset = ImageFiles(path, images._photo_shape("images", tuple(wanted)))
     base = path if path.is_dir() else path.parent
 
@@ -212,7 +212,7 @@ def _npz(path: Path, names: Sequence[str]) -> tuple[int, _Read]:
                 if not in_order or dtype.hasobject:
                     raise DataError(
                         "predict.array_order",
-                        "{path}: the array {name} is not in C order or contains objects. Save numpy.ascontiguousarray",
+                        "{path}: the array {name} is not in C order or contains objects. Save numpy.ascontiguousarray.",
                         path=str(path),
                         name=name,
                     )

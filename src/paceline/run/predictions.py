@@ -66,7 +66,9 @@ def predict(
             known=list(_WRITERS),
         )
     if out.exists():
-        raise RunError("predict.exists", "{out} exists already and is not overwritten. Name another file", out=str(out))
+        raise RunError(
+            "predict.exists", "{out} exists already and is not overwritten. Name another file.", out=str(out)
+        )
     recorded = next((e.get("classes") for e in run.events() if e["event"] == "start"), None)
     inputs = inputs_of(run.job, source, columns, recorded)
     with saved_model(run, inputs.example, checkpoint) as model:
@@ -75,7 +77,7 @@ def predict(
         _must_fit(wanted, kind, run.job.loss.name)
         if out.suffix == ".npy" and len(wanted) > 1:
             raise RunError(
-                "predict.one_array", "{out}: a .npy file can hold only one array. Name one output", out=str(out)
+                "predict.one_array", "{out}: a .npy file can hold only one array. Name one output.", out=str(out)
             )
         held: list[dict[str, Any]] = []
 
@@ -121,14 +123,14 @@ def _must_fit(wanted: Sequence[str], kind: OutputKind | None, loss: str) -> None
         if name not in OUTPUTS:
             raise RunError(
                 "predict.unknown_output",
-                "unknown output {name!r}. Known outputs are {known}",
+                "unknown output {name!r}. Known outputs are {known}.",
                 name=name,
                 known=list(OUTPUTS),
             )
         if kind == "values" and name != "logits":
             raise JobError(
                 "predict.no_classes",
-                "the loss {loss} works on values, so the model has no {name}. Leave --outputs out",
+                "the loss {loss} works on values, so the model has no {name}. Leave --outputs out.",
                 loss=loss,
                 name=name,
             )

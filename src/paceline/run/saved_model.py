@@ -77,7 +77,7 @@ class SavedModel:
             if missing := sorted(state.keys() - set(weights.keys())):
                 raise RunError(
                     "run.other_model",
-                    "the checkpoint belongs to another model. It does not contain {missing}",
+                    "the checkpoint belongs to another model. It does not contain {missing}.",
                     missing=missing[:5],
                 )
             for name, tensor in state.items():

@@ -213,7 +213,7 @@ class Store:
             into.unlink()
             raise StorageError(
                 "storage.altered",
-                "{url} was altered. Its SHA-256 differs from the recorded SHA-256",
+                "{url} was altered. Its SHA-256 differs from the recorded SHA-256.",
                 url=shown,
             )
         return about

@@ -74,9 +74,8 @@ def configured(values: dict[str, Any]) -> Configuration:
     pp = keys.degree("parallelism.pipeline_parallel_degree")
     schedule, virtual = _schedule(keys, pp, problems)
     tp = keys.degree("parallelism.tensor_parallel_degree")
-    local = (
-        keys.number("training.local_batch_size", "training.batch_size") or 8
-    )  # default values in torchtitan's job_config.py
+    # default values in torchtitan's job_config.py
+    local = keys.number("training.local_batch_size", "training.batch_size") or 8
     of_pipe = keys.number("parallelism.pipeline_parallel_microbatch_size") or 1
     converters = keys.given("model.converters") or []
     name, flavor = keys.text("model.name"), keys.text("model.flavor")

@@ -151,15 +151,13 @@ class Benchmark:
         self.path = out if out is not None else BENCHES / f"{self.job.name}-{time.strftime('%Y%m%d-%H%M%S')}"
         self.failures: dict[str, str] = {}
         self.stopped_by: str | None = None
-        self._took_s: dict[
-            str, float
-        ] = {}  # duration of the latest run of each setting in seconds, including its start
+        # duration of the latest run of each setting in seconds, including its start
+        self._took_s: dict[str, float] = {}
         self.directory = BenchmarkDirectory(self.path)
         several = [plans] if isinstance(plans, Plan | str) else plans
         settings = partial(settings_for, self.job, self.cluster, plans=several, devices=devices, steps=steps, weak=weak)
-        settings(
-            auto_plan(self.job, self.cluster)
-        )  # raise errors about settings that cannot run before the first measurement
+        # raise errors about settings that cannot run before the first measurement
+        settings(auto_plan(self.job, self.cluster))
         self._say(self.cluster.describe())
         self.auto, self.tried, self.reason = self._auto()
         self.settings = settings(self.auto)

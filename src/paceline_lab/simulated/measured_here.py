@@ -263,9 +263,8 @@ def drawn_goodput(
     ends = np.cumsum(lives + gap_s, axis=1)
     ended = ends <= wall_s
     begins = ends - lives - gap_s
-    running = np.minimum(
-        lives, np.maximum(wall_s - begins, 0.0)
-    )  # seconds between failures that lie within the training
+    # seconds between failures that lie within the training
+    running = np.minimum(lives, np.maximum(wall_s - begins, 0.0))
     stalled_s = costs.stalled_s(interval_s)
     share = interval_s / (interval_s + stalled_s)
     if costs.goes_on:

@@ -114,11 +114,8 @@ def _wait(
     kill: Kill | None,
 ) -> int:
     """Wait until all processes except servers have ended. Return the peak memory in bytes."""
-    began, most, look = (
-        time.time(),
-        0,
-        time.monotonic() + _MEMORY_S / 2,
-    )  # early, so that a short run is sampled at least once
+    # early, so that a short run is sampled at least once
+    began, most, look = time.time(), 0, time.monotonic() + _MEMORY_S / 2
     while True:
         codes = [(process.poll(), command.serves) for command, process in processes]
         if failed := [code for code, serves in codes if code or (serves and code is not None)]:

@@ -56,9 +56,8 @@ def _driver_of_ray(start: Start) -> list[Command]:
     """Return the command of a Ray driver, which starts its own cluster on this machine."""
     environment = {"RAY_TRAIN_V2_ENABLED": "1", "RAY_USAGE_STATS_ENABLED": "0", "RAY_TMPDIR": str(start.scratch)}
     write_whole(token := start.folder / "token", secrets.token_hex(32))
-    environment["RAY_AUTH_TOKEN_PATH"] = str(
-        token
-    )  # without this variable, Ray writes a token to the user's home directory
+    # without this variable, Ray writes a token to the user's home directory
+    environment["RAY_AUTH_TOKEN_PATH"] = str(token)
     return [Command(start.program, environment=environment)]
 
 

@@ -169,9 +169,8 @@ class Host(Closing):
             try:
                 self._send(sent)
             except BaseException as error:
-                if (
-                    not isinstance(error, ChannelError) or not self._client.lost
-                ):  # otherwise the waiting thread sends the call again
+                # otherwise the waiting thread sends the call again
+                if not isinstance(error, ChannelError) or not self._client.lost:
                     del self._sent[lane][sent.number]
                     raise
             self._numbers[lane] += 1

@@ -48,10 +48,8 @@ from paceline_server.parameters.machine import (
 )
 from paceline_server.service import Caller
 
-_BEAT_S, _BEAT_DEADLINE_S = (
-    0.25,
-    0.7,
-)  # delay of the answer to `beat`, and its deadline at the backup
+# delay of the answer to `beat`, and its deadline at the backup
+_BEAT_S, _BEAT_DEADLINE_S = 0.25, 0.7
 _LOOK_S = 0.5  # interval at which a primary checks its view and its backup
 _PAUSE_S = 0.05  # interval between attempts to become a backup
 _ANSWER_S = 0.8  # time in which the backup must apply an operation; after that, the backup counts as lost

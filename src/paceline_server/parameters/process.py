@@ -25,11 +25,8 @@ from paceline_server.talk import LATER, Closing, at_once, quick
 GRACE_S = 5.0  # grace time of a client without a connection
 MOST_WAIT_S = 1.0  # longest wait in the server; the client then repeats the call, and thereby detects a hanging server
 _MOST_SUM_S = 3600.0
-_WAITS = {
-    "act": 2,
-    "pull": 2,
-    "pull_rows": 4,
-}  # functions that may wait, with the index of the argument that limits the wait
+# functions that may wait, with the index of the argument that limits the wait
+_WAITS = {"act": 2, "pull": 2, "pull_rows": 4}
 Decode = Callable[[Tensor, int], Tensor]
 _LIMITS = Limits(message_bytes=2**22, attached_bytes=2**34, calls_at_once=256, callers=4096)
 
@@ -404,8 +401,11 @@ class Sums:
                 if not 0 < members <= _MOST_MEMBERS or len(self._under_way) >= _MOST_UNDER_WAY:
                     raise ServerRefused(
                         "server.too_many_sums",
-                        "a sum over {members} clients cannot start while {others} other sums are in progress",
+                        "a sum over {members} clients cannot start: a server accepts 1 to {most_members} clients per "
+                        "sum and {most_sums} sums at a time, and {others} sums are in progress",
                         members=members,
+                        most_members=_MOST_MEMBERS,
+                        most_sums=_MOST_UNDER_WAY,
                         others=len(self._under_way),
                     )
                 self._under_way[place] = _Sum(members)

@@ -72,10 +72,8 @@ class Worker:
             here = whole.shapes.items() if client is not None else ()
             self.values = {name: torch.empty(shape, dtype=whole.dtypes[name]) for name, shape in here}
         self._rows = [spec.name for spec in client.settings.tensors if spec.sparse] if client is not None else []
-        self._fresh, self._has = (
-            False,
-            0,
-        )  # True if the last push returned parameters; number of batches in these parameters
+        # True if the last push returned parameters; number of batches in these parameters
+        self._fresh, self._has = False, 0
         self._next: Ticket | None = None  # ticket dealt with the last push
 
     @cached_property

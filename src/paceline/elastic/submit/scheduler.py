@@ -22,10 +22,8 @@ Phase = Literal["queued", "running", "done", "failed", "cancelled", "unknown"]
 ENDED: frozenset[Phase] = frozenset(("done", "failed", "cancelled"))
 _EXIT_CODES: dict[Phase, int] = {"done": 0, "cancelled": 143}  # 143 is the exit code after SIGTERM
 ANSWER_S = 120.0  # time limit in seconds for a command of a scheduler
-_AWAY_S, _AGAIN_S = (
-    300.0,
-    5.0,
-)  # longest time that a scheduler may be unreachable, and time between two attempts
+# longest time that a scheduler may be unreachable, and time between two attempts
+_AWAY_S, _AGAIN_S = 300.0, 5.0
 
 
 @dataclass(frozen=True)

@@ -279,6 +279,10 @@ _SENTENCES = {
 }
 
 
+# raised for an event that another version has written, or that was edited by hand
+UNKNOWN_EVENT = (KeyError, TypeError, ValueError, AttributeError)
+
+
 def event_sentence(event: dict[str, Any]) -> str | None:
     """Return an event as a sentence for the user; None for events without a text.
 
