@@ -85,7 +85,7 @@ def test_what_was_measured_beside_other_work_is_used_and_not_kept(
     monkeypatch.setattr("psutil.cpu_percent", lambda _: 80.0)
     said: list[str] = []
     found = calibrate(JOB, None, said.append, axes=("none",))
-    assert "other work took 80 %" in said[-1]
+    assert "other processes used 80 %" in said[-1]
     assert not cache_file(found.key).exists()
 
 
