@@ -143,12 +143,13 @@ class PacelineError(Exception):
 
     Attributes:
         problems: all problems, at least one. `code`, `template` and `fields` belong to the first problem.
-        from_users_code: True if the user's own code raised the original exception. Its traceback is shown after the
-            text.
+        from_users_code: True if the user's own code raised the original exception. Commands then name a file with the
+            exception's traceback, or print the traceback.
         may_pass: True if a second attempt may succeed, so a restart is worthwhile.
         exit_code: exit code of a command that ends with this error. It is 130 or 143 if SIGINT or SIGTERM arrived
             before the run had a state to save.
-        traceback: the part of the text that is the traceback of a rank's error. Commands do not print this part.
+        traceback: the part of the text that is the traceback of a rank's error. Commands print this part only with
+            `--traceback`, or if they cannot write it to a file.
     """
 
     from_users_code = False
@@ -304,7 +305,10 @@ def proposal(nearest: object) -> PlanProblem:
 
 
 class NonFiniteError(PacelineError):
-    """The data, loss or gradients contain NaN or Inf, and the policy is to stop."""
+    """NaN, Inf or spikes in the data, loss or gradients ended the training.
+
+    The policy is to stop, or skipping updates or rewinding did not help.
+    """
 
 
 class CheckpointError(PacelineError):
@@ -334,7 +338,7 @@ class LaunchError(PacelineError):
     """The ranks could not be started, or one of them raised, hung or was killed.
 
     Attributes:
-        rank: the rank that failed first.
+        rank: the rank that failed first; 0 if no rank failed.
         final: True if a restart would fail in the same way.
         rank_error: class name of the exception that the rank raised; None without an exception.
         explained: True if the rank's exception was a PacelineError.

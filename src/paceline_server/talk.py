@@ -394,7 +394,7 @@ class OwnMemory:
         """Reclaim memory that the other end no longer uses.
 
         Raises:
-            ChannelError: the peer returned memory that it did not use.
+            ChannelError: the peer returned memory that it did not hold.
         """
         for number in numbers:
             if number not in self._segments or number in self._free:

@@ -30,7 +30,7 @@ def test_a_plan_of_1024_ranks_is_run_dry_or_refused(tmp_path: Path) -> None:
     assert re.fullmatch(
         (
             r"plan dp=16 fsdp=8 tp=8 can run: 1,024 ranks, [\d.]+ KiB of state per rank, found by a dry run of [\d.]+ "
-            r"s with [\d.]+ \w+"
+            r"s with [\d.,]+ \w+"
         ),
         last,
     ), last

@@ -171,7 +171,7 @@ def _least_and_count(name: str, advice: str) -> tuple[int, int]:
 
 
 def address_from(coordinator: str, port: int) -> tuple[str, int]:
-    """Return address and port of host 0, from PACELINE_COORDINATOR or from the engine.
+    """Return address and port of host 0, from PACELINE_COORDINATOR or else from the engine.
 
     Raises:
         LaunchError: neither PACELINE_COORDINATOR nor the engine gives an address, or the port is invalid.

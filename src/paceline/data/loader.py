@@ -424,7 +424,8 @@ class Loader:
     def _begin(self, epoch: int, start: int) -> tuple[int, int]:
         """Return the epoch and step at which the iteration begins.
 
-        If the epoch of a loaded state has ended, the iteration begins with the next epoch.
+        The epoch of a loaded state may have ended. With a `SamplerStream`, the iteration then begins with the next
+        epoch.
         """
         if isinstance(self.partition, SamplerStream):
             return self.partition.begin(epoch, start, start + self.workers.ahead + 1)

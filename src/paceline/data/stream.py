@@ -343,7 +343,7 @@ class SamplerStream:
     # Communication between ranks
 
     def _tell(self, message: dict[str, Any]) -> dict[str, Any]:
-        """Send rank 0's message to every rank; raise a DataError if it reports a problem."""
+        """Return rank 0's message on every rank; raise a DataError if it reports a problem."""
         told = _from_rank_0(self.world, message) if self.world.size > 1 else message
         if told["problem"] is not None:
             raise DataError("data.sampler_failed", "{problem}", problem=told["problem"])

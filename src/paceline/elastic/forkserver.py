@@ -332,7 +332,7 @@ def wait_for_imports(deadline_s: float = _ANSWER_S) -> None:
 
 
 def shared_pids() -> list[int]:
-    """Return the process ids of the shared forkservers, ordered by their last use."""
+    """Return the process ids of the shared forkservers; the most recently used one is last."""
     return [forkserver.pid for forkserver in _shared]
 
 

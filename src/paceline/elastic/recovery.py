@@ -129,7 +129,7 @@ class Losses:
         self.tell("host_lost", **told, waits_s=waits_s, revived=revived, **more)
 
     def tell(self, event: str, **details: Any) -> None:
-        """Record an event of the run. The generation is always 0, because the ranks share no process group."""
+        """Record an event. Ranks that share no process group have only generation 0."""
         self.ranks.tell(event, {**details, "generation": 0})
 
     def _must_not_be_awaited(self) -> None:

@@ -120,7 +120,7 @@ class Evaluation:
 
 
 def batches_of(compute: Compute, dataset: Dataset[Any], global_batch: int) -> Iterable[Batch | None]:
-    """Return this rank's batches of a validation set.
+    """Return this rank's batches of a data set for evaluation.
 
     If ranks wait for each other in every batch, every rank gets the same number of batches, with None for a missing
     batch.

@@ -250,7 +250,10 @@ class GradientReduction:
         return result.everywhere
 
     def norm(self) -> float:
-        """Return the L2 norm of the whole model's gradients; every rank must call this."""
+        """Return the L2 norm of `gradients`; every rank must call this.
+
+        If the model is divided, return the norm of all its gradients.
+        """
         if self.split is None:
             return math.hypot(*numbers(self._norms()))
         square = self.split.gradient_square()

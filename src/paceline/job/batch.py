@@ -15,7 +15,10 @@ Batch: TypeAlias = tuple[Tensor, ...] | list[Tensor] | Mapping[str, Tensor]
 
 
 def rows(batch: Batch | None) -> int:
-    """Return the number of samples in the batch (dim 0); 0 for an empty batch, None."""
+    """Return the number of samples in the batch (dim 0); 0 for None.
+
+    None is the share of a rank without samples.
+    """
     if batch is None:
         return 0
     whole = _tensors(batch) if isinstance(batch, (tuple, list, Mapping)) else ()

@@ -71,8 +71,8 @@ def add_counts(found: list[dict[str, Any]]) -> dict[str, Any]:
 def weigh_balance(model: nn.Module, weight: Tensor | float | None) -> None:
     """Set the weight of each sequence's load-balancing loss for the next forward passes.
 
-    A caller that scales the loss of a microbatch before the backward pass must also scale the load-balancing loss. The
-    weight of a sequence is its share of the items (tokens) in the global mean.
+    A caller that scales the loss of a microbatch before the backward pass must scale the load-balancing loss in the
+    same way: the weight of a sequence is its share of the items (tokens) in the global mean.
 
     Args:
         weight: one number for all sequences, or one for each of the n sequences of the next forward pass, shape (n,).

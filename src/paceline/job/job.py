@@ -90,7 +90,8 @@ class TrackerSpec(Spec):
 class Job(Spec):
     """A training job: the model, the data, the optimizer and the stop rule.
 
-    `global_batch` and `seed` belong to the job, so the job has the same losses under every plan.
+    `global_batch` and `seed` belong to the job, so every plan trains on the same batches. Plans without inexact choices
+    have the same losses.
 
     In Python, sections accept the same short forms as in YAML, and `model`, `data` and `loss` also accept a function or
     class: `Job(model=MyNet, data="digits", loss="cross_entropy", optimizer={"name": "sgd", "lr": 0.1}, global_batch=64,
@@ -268,7 +269,10 @@ class Job(Spec):
 
     @property
     def state_tensors(self) -> float:
-        """Number of tensors with a parameter's shape and type that are stored for each parameter."""
+        """Number of additional tensors with a parameter's shape and type, stored for each parameter.
+
+        These are the optimizer's tensors and the moving average, not the parameter and its gradient.
+        """
         return self.optimizer.state_tensors + (self.ema is not None)
 
     def fetch(self) -> dict[str, str]:

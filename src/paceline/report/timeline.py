@@ -144,7 +144,7 @@ class Timeline:
 
     @property
     def steps(self) -> int:
-        """Count of the steps in the timeline."""
+        """Number of different steps in the timeline, over all ranks."""
         return len({step.step for steps in self.ranks.values() for step in steps})
 
     @property

@@ -96,7 +96,10 @@ def _of_dataset(dataset: Dataset[Any], classes: list[str] | None) -> Inputs:
 
 
 class ImageFiles(Dataset[Batch]):
-    """Data set of one image file, or of all image files below a folder."""
+    """Data set of one image file, or of all image files below a folder.
+
+    The files are sorted by path.
+    """
 
     def __init__(self, path: Path, shape: images.Shape) -> None:
         self.path, self.shape = path, shape

@@ -71,9 +71,10 @@ def train(
 
     Args:
         job: a `Job`, its YAML file, or the file's URL.
-        plan: a `Plan`, its text, or `"auto"`. `auto` predicts the fastest plans and chooses the best of them. If the
-            run is long enough, `auto` measures these plans for a few seconds, or reuses earlier measurements. Under
-            torchrun, `auto` means one replica per rank. A resumed run keeps its plan.
+        plan: a `Plan`, its text, or `"auto"`. `auto` predicts the fastest plans and chooses the best of them. It
+            measures these plans for a few seconds if the run is long enough, or reuses measurements of an earlier
+            start. With `auto`, a resumed run keeps its plan if the plan still fits. Under torchrun, `auto` always
+            means one replica per rank.
         cluster: a `Cluster`, or the YAML file of one; None means this machine. A name from the catalogue of hardware
             is only for planning.
         run: directory of the run, or its URL in an object store (`s3://bucket/name`). For a URL, the run is written to

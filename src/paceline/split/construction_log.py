@@ -141,8 +141,8 @@ class OperationLog:
     def _actions(self, live: set[int], *, draw: bool = True) -> list[Action]:
         """Choose an action for each step; the storages `live` are needed at the end.
 
-        The steps are examined in reverse order. A step that is not needed is skipped, but its random numbers are drawn.
-        If such a step reads tensors, it runs, because the number of draws may depend on these tensors.
+        The steps are examined in reverse order. A step that is not needed is skipped. If it draws random numbers, only
+        the numbers are drawn; if it also reads tensors, the step runs, because the number of draws may depend on them.
         """
         actions: list[Action] = []
         for step in reversed(self.steps):

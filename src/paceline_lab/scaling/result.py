@@ -257,7 +257,8 @@ def settings_for(
 
     Args:
         auto: plan that `auto` chose. The fixed layout is this plan with `dp=N` and, on CPUs, one thread per device. The
-            plan gets its own setting if it differs from the fixed layout and uses a requested number of devices.
+            plan gets its own setting if it differs from the fixed layout and, unless `devices` is None, uses one of
+            these numbers of devices.
         plans: additional plans, each of which gets its own setting and runs as with `paceline train --plan`.
         devices: device counts N to measure. None measures one device and all devices. One device is always measured,
             since every speedup is relative to one device.

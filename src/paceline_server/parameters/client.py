@@ -130,7 +130,7 @@ class ServerClient(Closing):
 
         Args:
             into: all dense parameters.
-            at_least: number of global batches that must be applied before the pull (`Ticket.needs`).
+            at_least: number of global batches; the pull waits until they are applied (`Ticket.needs`).
         """
         self._note(into)
         asked = [line.ask("pull", line.since, at_least, waits_s=MOST_WAIT_S) for line in self.lines]

@@ -378,7 +378,7 @@ class Prediction:
         return f"<Prediction: {step} a step, {rate(self.throughput)}, {memory}{cost}>"
 
     def times(self, factor: float) -> Prediction:
-        """Return the prediction with all times and the cost adjusted by a factor."""
+        """Return the prediction with all times and the cost multiplied by a factor."""
         if factor == 1.0:
             return self
         return replace(

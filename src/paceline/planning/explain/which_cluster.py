@@ -113,7 +113,10 @@ class ClusterChoice:
 
     @property
     def cheapest(self) -> Option | None:
-        """Cheapest option within budget and deadline; None if there is none."""
+        """Cheapest option within budget and deadline; None if there is none.
+
+        Among equally cheap options, it is the fastest.
+        """
         return min(self.within, key=lambda option: (option.cost, option.bought.wall_s), default=None)
 
     @property

@@ -26,7 +26,7 @@ class Gemm:
         divided: dimension that tensor parallelism divides; `none` means that every tp rank computes the whole product.
         times: number of equal products.
         experts: number of experts over whose weights the rows are distributed; 0 means a single weight.
-        causal: True if a causal mask hides half of the result.
+        causal: True if a causal mask makes half of the product unnecessary.
         read: number of elements in the left operand if it differs from rows × k, as for the image of a convolution;
             else 0.
         taps: number of positions in the kernel of a convolution, each with k / taps channels; 1 for other products.

@@ -108,7 +108,7 @@ class Bounds:
         return np.asarray(np.array(rates, np.float64)[place] * rows["samples"] * rows["microbatches"] / rows["pp"])
 
     def fits(self, layout: Layout) -> bool:
-        """True if a layout fits the memory under any sharding of its data-parallel ranks."""
+        """True if a layout fits the memory under some sharding over its data-parallel ranks."""
         shared = layout.dp * layout.fsdp
         degrees = layout.tp, layout.cp, layout.ep, layout.pp, shared, layout.microbatches, bool(layout.cut)
         key = (*degrees, layout.schedule, layout.chunks, layout.remat, layout.sequence)

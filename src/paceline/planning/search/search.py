@@ -252,7 +252,7 @@ class BranchAndBound:
 
     @cached_property
     def _bubbles(self) -> Floats:
-        """Lower bounds on the ratio of a pipeline's step time to its compute time."""
+        """Lower bound on a pipeline's ratio of step time to compute time, for each row."""
         rows, every = self.space.rows, np.arange(len(self.space.rows["tp"]))
         least = np.full(len(every), np.inf)
         for pipeline in PIPELINES:

@@ -428,8 +428,8 @@ def legal_plans(
 
     Plans with fewer ranks come first. Equivalent variants are left out. `zero` varies only if `fsdp` is above 1 and
     there is no pipeline, which gathers and reduces once per step for every `zero`. `sequence` varies only if `tp` is
-    above 1, and `schedule` only if `pp` is above 1. With a pipeline, each schedule has at least as many microbatches as
-    `base` and one for each stage, if possible.
+    above 1, and `schedule` only if `pp` is above 1. With a pipeline, each schedule has the smallest suitable number of
+    microbatches that, if possible, is at least that of `base` and the number of ranks in the pipeline (`pp`).
 
     Args:
         ranks: number of ranks, or several numbers, such as `range(1, 5)` for one to four ranks.
@@ -507,9 +507,10 @@ def _variants(plan: Plan, job: Job, keys: Sequence[str]) -> Iterator[Plan]:
 
 
 def _microbatches(plan: Plan, job: Job) -> int | None:
-    """Return the smallest suitable number of microbatches for a schedule, or None.
+    """Return a suitable number of microbatches for a schedule, or None.
 
-    If possible, there is at least one microbatch for each stage.
+    It is the smallest valid number that is not below `pp` or the plan's own number. If there is no such number, it
+    is the largest valid number.
     """
     share = job.global_batch // plan.data_ranks
     fitting = [

@@ -212,8 +212,9 @@ class Engine(RankEngine):
             The result of the step, the same on every rank.
 
         Raises:
-            NonFiniteError: a gradient or the loss is not finite, and the policy is `stop`. Nothing was updated.
-            JobError: no gradients were computed since the last update.
+            NonFiniteError: a gradient or the loss is not finite, and the policy is `stop`, or 20 updates in a row were
+                skipped. Nothing was updated.
+            JobError: none of these optimizers has gradients to apply.
         """
         stepped = self.steps.numbers(optimizers)
         self.steps.check_no_closure(stepped)
@@ -262,7 +263,8 @@ class Engine(RankEngine):
             batch: this rank's batch from `engine.loader`; None if this rank's share is empty.
 
         Raises:
-            NonFiniteError: the loss or a gradient is not finite, and the policy is `stop`. Nothing was updated.
+            NonFiniteError: the loss or a gradient is not finite, and the policy is `stop`, or 20 updates in a row were
+                skipped. Nothing was updated.
             JobError: `setup` was not given a loss.
         """
         if not self.has_loss:

@@ -39,7 +39,8 @@ class OptimizerSteps:
     Attributes:
         optimizers: the optimizers, in the order that `setup` was given.
         gradients: by optimizer number, `own` for gradients of this rank alone, `reduced` for gradients summed over all
-            ranks, or `left` if another optimizer has stepped since. An optimizer without gradients has no entry.
+            ranks, or `left` if another optimizer has stepped since. After its step, an optimizer has no entry until
+            the next backward pass.
     """
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:

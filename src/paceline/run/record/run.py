@@ -157,10 +157,11 @@ class Run:
     def continue_with(self, job: Job, cluster: Cluster, plan: Plan) -> None:
         """Replace the run's job, cluster and plan, to continue the run with them.
 
-        Only the keys in `FREE_KEYS`, the cluster and the plan may differ from before.
+        Only the keys in `FREE_KEYS`, the cluster and the plan may differ from before. If the schedule spans the whole
+        run, `stop.steps` and `stop.epochs` may not differ.
 
         Raises:
-            JobError: the job differs in other keys; the message lists them.
+            JobError: the job differs in a key that may not differ; the message lists all of them.
             RunError: the directory cannot be written.
         """
         differing = list(differences(_work(self.job), _work(job)))

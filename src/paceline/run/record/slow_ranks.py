@@ -112,7 +112,7 @@ class _Compared:
 
 
 def pipeline_ranks(plan: Plan) -> list[int]:
-    """Return the pipeline stage index of every rank."""
+    """Return the position of every rank in its pipeline."""
     after = prod(getattr(plan, axis) for axis in AXES[AXES.index("pp") + 1 :])
     return [rank // after % plan.pp for rank in range(plan.ranks)]
 

@@ -256,13 +256,14 @@ def calibrate_on(
             folders of these.
         cluster: a `Cluster`, its file or its name. Logs need it, because they do not name the cluster of their run.
             None if there are no logs.
-        say: function that is called with the factors, and with each reason why data was not used.
+        say: function that is called with a line of text for each reason why data was not used, and with a line that
+            states the factors.
 
     Returns:
         The factors, to be passed as `calibration` to `paceline.plan` and `paceline.estimate`.
 
     Raises:
-        PlanError: a path has no supported form, or no run can be used; the message lists every reason.
+        PlanError: a path does not exist or cannot be read, or no run can be used; the message has the reasons.
 
     Example:
         >>> factors = paceline.calibrate_on(["runs.csv", "runs/"], say=print)

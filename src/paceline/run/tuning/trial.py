@@ -92,7 +92,10 @@ class RankTrial:
                 self._note(self._untried(change) or self._tried(change))
 
     def _begin(self, step_s: list[float]) -> None:
-        """Set the time budget from the first plan's step time."""
+        """Set the time budget from the first plan's step time.
+
+        The time of this measurement does not count towards the budget.
+        """
         findings, own = self.findings, median_interval(step_s)
         self.best_s = own.middle
         if not findings.tried:

@@ -167,7 +167,8 @@ class _Batch:
 def factors(shape: Sequence[int], rank: int) -> tuple[int, int, int] | None:
     """Return rows, columns and rank of a tensor's factors; None if factoring is useless.
 
-    Tensors that are not matrices, or are too small, have no factors.
+    The first dimension gives the rows, and all others the columns. Tensors that are empty, too small, or have fewer
+    than two dimensions have no factors.
     """
     if len(shape) < 2 or 0 in shape:
         return None
