@@ -1,0 +1,296 @@
+"""Order of the samples of an epoch, shuffled in windows of shards.
+
+A position of the epoch is `step * batch + slot`. A rank owns a range of slots of each batch. The order is
+therefore the same for any number of ranks, and a rank reads few shards.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from itertools import accumulate
+
+import numpy as np
+from numpy.typing import NDArray
+
+Ints = NDArray[np.int64]
+
+WINDOW = 4096  # samples of a lane that are shuffled together
+_MOST_LANES = 120  # divisible by 2, 3, 4, 5, 6, 8, 10 and 12, so that few ranks share a lane
+_BLOCK = 1024  # samples of a large shard that stay together until their window is shuffled
+_KEPT_WINDOWS = 2 * (_MOST_LANES + 1)
+
+
+class Order:
+    """The order of all samples in one epoch, computed where it is needed.
+
+    The shards are shuffled, and the blocks of large shards within them. This sequence is cut into lanes: contiguous
+    runs of equal length, one for each slot of a batch (or for a few neighbouring slots of a large batch). Within a
+    lane, the samples of a window are shuffled. Slot j of every batch takes the next sample of its lane. A rank
+    therefore reads only the shards of its own lanes, and any position is found without the positions before it. The
+    samples that are left for a smaller last batch come from the end of the sequence.
+
+    Args:
+        starts: first sample number of each shard, and the number of all samples, shape (shards + 1,).
+        batch: number of samples of a full batch.
+        window: number of samples of a lane that are shuffled together.
+        shuffle: if False, position p is sample p.
+    """
+
+    def __init__(
+        self, starts: Ints, *, seed: int, epoch: int, batch: int, window: int = WINDOW, shuffle: bool = True
+    ) -> None:
+        self.starts, self.batch, self.window, self.shuffle = starts, batch, window, shuffle
+        self._key = (seed, epoch)
+        self.samples = int(starts[-1])
+        self._steps = self.samples // batch  # full batches
+        lanes = min(batch, _MOST_LANES)
+        # first slot of each lane; a last lane holds what is left after the full batches
+        self._slots = np.arange(lanes + 1) * batch // lanes
+        self._lane_of_slot = np.repeat(np.arange(lanes), np.diff(self._slots))
+        self._lanes = np.append(self._slots * self._steps, self.samples)
+        counts = np.diff(starts)
+        self._shards: Ints = self._random(0).permutation(len(counts)) if shuffle else np.arange(len(counts))
+        self._ends = np.cumsum(counts[self._shards])
+        self._windows: OrderedDict[tuple[int, int], Ints] = OrderedDict()
+
+    def rows(self, first: int, end: int) -> Ints:
+        """Return the sample numbers at the positions `first` to `end - 1`, all of one batch."""
+        if not self.shuffle:
+            return np.arange(first, end)
+        found = np.empty(end - first, np.int64)
+        for lane, at, count, index in self._stretches(first, end):
+            filled = 0
+            while filled < count:
+                window, offset = divmod(index + filled, self.window)
+                taken = self._window(lane, window)[offset : offset + count - filled]
+                found[at + filled : at + filled + len(taken)] = taken
+                filled += len(taken)
+        return found
+
+    def shards_from(self, first: int, end: int, ahead: int) -> list[int]:
+        """Return the shards that these slots need next, in the order of need.
+
+        Args:
+            first, end: positions of one batch, which is the first that is read.
+            ahead: number of samples of each lane that are looked ahead, beyond the current window.
+        """
+        if not self.shuffle:
+            return self._shards_between(first, min(end + ahead, self.samples))
+        stretches = [(lane, index // self.window) for lane, _, _, index in self._stretches(first, end)]
+        found: dict[int, None] = {}
+        for more in range(1 + -(-ahead // self.window)):
+            for lane, window in stretches:
+                begin, stop = self._bounds(lane, window + more)
+                found.update(dict.fromkeys(self._shards_between(begin, stop)))
+        return list(found)
+
+    def _stretches(self, first: int, end: int) -> Iterator[tuple[int, int, int, int]]:
+        """Yield (lane, offset from `first`, number of samples, first index in the lane)."""
+        step, slot = divmod(first, self.batch)
+        if step >= self._steps:
+            yield len(self._slots) - 1, 0, end - first, first - self._steps * self.batch
+            return
+        last = slot + end - first
+        if last <= slot:
+            return
+        for lane in range(int(self._lane_of_slot[slot]), int(self._lane_of_slot[last - 1]) + 1):
+            lane_first, lane_end = int(self._slots[lane]), int(self._slots[lane + 1])
+            begin, stop = max(slot, lane_first), min(last, lane_end)
+            yield lane, begin - slot, stop - begin, step * (lane_end - lane_first) + begin - lane_first
+
+    def _bounds(self, lane: int, window: int) -> tuple[int, int]:
+        """Return the part of the sequence that a window covers; empty after the lane's end."""
+        begin, stop = int(self._lanes[lane]), int(self._lanes[lane + 1])
+        return min(begin + window * self.window, stop), min(begin + (window + 1) * self.window, stop)
+
+    def _window(self, lane: int, window: int) -> Ints:
+        kept = self._windows.get((lane, window))
+        if kept is None:
+            kept = self._sequence(*self._bounds(lane, window))
+            self._random(1, lane, window).shuffle(kept)
+            self._windows[lane, window] = kept
+            if len(self._windows) > _KEPT_WINDOWS:
+                self._windows.popitem(last=False)
+        self._windows.move_to_end((lane, window))
+        return kept
+
+    def _sequence(self, begin: int, end: int) -> Ints:
+        """Return the samples `begin` to `end - 1` of the sequence of shuffled shards and blocks."""
+        low, high = self._places(begin, end)
+        shards = self._shards[low:high]
+        firsts, ends = self.starts[shards], self.starts[shards + 1]
+        counts = ends - firsts
+        before = self._ends[low:high] - counts  # position in the sequence at which the shard begins
+        begins, stops = np.maximum(begin - before, 0), np.minimum(end - before, counts)
+        lengths = stops - begins
+        found = np.repeat(firsts + begins - (np.cumsum(lengths) - lengths), lengths) + np.arange(int(lengths.sum()))
+        filled = np.concatenate(([0], np.cumsum(lengths)))
+        for nth in np.flatnonzero(counts > _BLOCK).tolist():
+            part = self._blocks(int(shards[nth]), int(begins[nth]), int(stops[nth]))
+            found[filled[nth] : filled[nth + 1]] = part + firsts[nth]
+        return found
+
+    def _blocks(self, shard: int, begin: int, end: int) -> Ints:
+        """Return the samples `begin` to `end - 1` of a shard whose blocks are shuffled."""
+        firsts, before = _shuffled_blocks(*self._key, shard, int(self.starts[shard + 1] - self.starts[shard]))
+        low, high = np.searchsorted(before, (begin, end - 1), side="right") - 1
+        parts = [np.arange(firsts[nth], firsts[nth] + before[nth + 1] - before[nth]) for nth in range(low, high + 1)]
+        return np.concatenate(parts)[begin - before[low] : end - before[low]]
+
+    def _places(self, begin: int, end: int) -> tuple[int, int]:
+        low = int(np.searchsorted(self._ends, begin, side="right"))
+        return low, int(np.searchsorted(self._ends, end - 1, side="right")) + 1 if end > begin else low
+
+    def _shards_between(self, begin: int, end: int) -> list[int]:
+        low, high = self._places(begin, end)
+        return [int(shard) for shard in self._shards[low:high]]
+
+    def _random(self, *key: int) -> np.random.Generator:
+        return _random(*self._key, *key)
+
+
+@lru_cache(maxsize=2 * _MOST_LANES)
+def _shuffled_blocks(seed: int, epoch: int, shard: int, count: int) -> tuple[Ints, Ints]:
+    """Return the first samples of a shard's shuffled blocks, and the blocks' positions.
+
+    The last position is the number of samples.
+    """
+    blocks = -(-count // _BLOCK)
+    shuffled = _random(seed, epoch, 2, shard).permutation(blocks)
+    sizes = np.where(shuffled == blocks - 1, count - (blocks - 1) * _BLOCK, _BLOCK)
+    return shuffled * _BLOCK, np.concatenate(([0], np.cumsum(sizes)))
+
+
+def _random(*key: int) -> np.random.Generator:
+    return np.random.Generator(np.random.PCG64(np.random.SeedSequence(key)))
+
+
+class Mixture:
+    """The order of one epoch of several sources with weights.
+
+    The weights may change over steps. Position p belongs to the source whose count of samples increases there. The
+    counts of all positions before p are known without these positions, so a run resumes anywhere. A source
+    that ends begins its next epoch.
+
+    Args:
+        sources: first sample number of each shard of every source, as in `Order`.
+        offsets: first number of each source's samples in the numbers that `rows` returns.
+        schedule: (first step of the run, weight of each source), in the order of steps; the first step is 0.
+        steps: number of steps of an epoch.
+    """
+
+    def __init__(
+        self,
+        sources: Sequence[Ints],
+        offsets: Sequence[int],
+        schedule: Sequence[tuple[int, Sequence[float]]],
+        *,
+        seed: int,
+        epoch: int,
+        batch: int,
+        steps: int,
+        windows: Sequence[int],
+        shuffle: bool = True,
+    ) -> None:
+        self.sources, self.offsets, self.batch, self.seed, self.shuffle = sources, offsets, batch, seed, shuffle
+        self.windows = windows
+        self._first_shards = [0, *accumulate(len(starts) - 1 for starts in sources)]
+        self._first_step = epoch * steps
+        self._schedule = [(step, _fractions(weights)) for step, weights in schedule]
+        # a source's own batches: what it contributes to a batch at the start
+        self._batches = [max(1, round(batch * w / sum(schedule[0][1]))) for w in schedule[0][1]]
+        self._orders: OrderedDict[tuple[int, int], Order] = OrderedDict()
+
+    def counts(self, step: int) -> list[int]:
+        """Return each source's number of samples before a step of this epoch.
+
+        Earlier epochs count, too.
+        """
+        step += self._first_step
+        counts = [0] * len(self.sources)
+        ends = [first for first, _ in self._schedule[1:]]
+        for (first, fractions), end in zip(self._schedule, [*ends, step], strict=True):
+            length = min(end, step) - first
+            if length > 0:
+                counts = [a + b for a, b in zip(counts, _shared(length * self.batch, fractions), strict=True)]
+        return counts
+
+    def rows(self, first: int, end: int) -> Ints:
+        """Return the sample numbers at the positions `first` to `end - 1`, all of one batch."""
+        step, slot = divmod(first, self.batch)
+        before, after = self.counts(step), self.counts(step + 1)
+        found: list[Ints] = []
+        places: list[NDArray[np.float64]] = []
+        for source, (begin, stop) in enumerate(zip(before, after, strict=True)):
+            if stop > begin:
+                found.append(self._of_source(source, begin, stop))
+                places.append((np.arange(stop - begin) + 0.5) / (stop - begin))
+        # mixed evenly, so that every rank gets each source in proportion
+        mixed = np.concatenate(found)[np.argsort(np.concatenate(places), kind="stable")]
+        return mixed[slot : slot + end - first]
+
+    def shards_from(self, first: int, end: int, ahead: int) -> list[int]:
+        """Return the shards that these slots need from this batch on; see `Order.shards_from`.
+
+        The shards of a source are numbered after those of the sources before it.
+        """
+        step, slot = divmod(first, self.batch)
+        low, high = slot / self.batch, (slot + end - first) / self.batch
+        found: list[int] = []
+        for source, (begin, stop) in enumerate(zip(self.counts(step), self.counts(step + 1), strict=True)):
+            epoch, at = divmod(begin, int(self.sources[source][-1]))
+            order = self._order(source, epoch)
+            own, length = at // order.batch * order.batch, min(order.batch, max(stop - begin, 1))
+            bounds = own + int(low * length), min(own + -int(-high * length // 1), order.samples)
+            found += [self._first_shards[source] + shard for shard in order.shards_from(*bounds, ahead)]
+        return found
+
+    def _of_source(self, source: int, begin: int, stop: int) -> Ints:
+        """Return samples `begin` to `stop - 1` of a source that repeats itself, sorted by their slots."""
+        size = int(self.sources[source][-1])
+        found, slots = [], []
+        while begin < stop:
+            epoch, at = divmod(begin, size)
+            order = self._order(source, epoch)
+            until = min(stop - begin, size - at, order.batch - at % order.batch)
+            found.append(order.rows(at, at + until))
+            slots.append(np.arange(at, at + until) % order.batch)
+            begin += until
+        in_slots = np.argsort(np.concatenate(slots), kind="stable")
+        return np.concatenate(found)[in_slots] + self.offsets[source]
+
+    def _order(self, source: int, epoch: int) -> Order:
+        key = source, epoch
+        if key not in self._orders:
+            self._orders[key] = Order(
+                self.sources[source],
+                seed=self.seed + source,
+                epoch=epoch,
+                batch=min(self._batches[source], int(self.sources[source][-1])),
+                window=self.windows[source],
+                shuffle=self.shuffle,
+            )
+            if len(self._orders) > 2 * len(self.sources):
+                self._orders.popitem(last=False)
+        return self._orders[key]
+
+
+_ONE = 1 << 40
+
+
+def _fractions(weights: Sequence[float]) -> list[int]:
+    """Return each source's share of what the sources before it leave, in units of 2**-40."""
+    left = [sum(weights[nth:]) for nth in range(len(weights))]
+    return [_ONE if w == rest else round(w / rest * _ONE) if rest else 0 for w, rest in zip(weights, left, strict=True)]
+
+
+def _shared(count: int, fractions: Sequence[int]) -> list[int]:
+    """Divide the first `count` positions among sources; a count never decreases as `count` grows."""
+    counts = []
+    for fraction in fractions:
+        taken = (count * fraction + _ONE // 2) // _ONE
+        counts.append(taken)
+        count -= taken
+    return counts
