@@ -1,0 +1,349 @@
+"""A folder of files that a host's processes share, and threads that fetch ahead.
+
+All coordination is by flock, which the kernel releases when a process dies. `files/` holds what may be deleted, `kept/`
+what may not, `making/` the unfinished files with their locks, and `room` the bytes of `files/`.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import hashlib
+import os
+import shutil
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TypeVar
+
+from paceline.errors import StorageError
+from paceline.files import open_to_append, private_folder
+
+_Opened = TypeVar("_Opened")
+_OPEN_TRIES = 5  # attempts to open a file that other processes delete in between
+_POLL_S = (0.01, 0.2)  # first and longest pause between two attempts to take a lock
+_LOCKED_S = 3600.0  # seconds without a change of an unfinished file after which its maker counts as hung
+_DELETED_SHARE = 20  # a scan of the folder deletes at least one of this number of files, so that scans stay rare
+_CLOSE_S = 5.0  # seconds that `FetchAhead.close` waits for transfers
+
+
+class HostFiles:
+    """A folder of files that all processes of a host share, each made once.
+
+    If the files exceed the limit, the least recently used ones are deleted. A reader that has such a file open, or
+    mapped, is not disturbed: Linux keeps the content until the last reader closes it. Therefore readers hold no locks;
+    only a file that was deleted before it was opened has to be made again, see `opened`.
+
+    The access time of a file is the time of its last use; its modification time stays.
+
+    Args:
+        folder: private folder, created if missing.
+        limit_bytes: largest size of all deletable files. A single larger file may exceed the limit. Unfinished files
+            are not counted.
+
+    Raises:
+        StorageError: the folder cannot be used, or belongs to another user.
+    """
+
+    def __init__(self, folder: Path, limit_bytes: int) -> None:
+        self.folder, self.limit_bytes = folder, limit_bytes
+        self._files, self._kept, self._making = folder / "files", folder / "kept", folder / "making"
+        with self._usable():
+            for each in (folder, self._files, self._kept, self._making):
+                private_folder(each)
+            self._remove_abandoned()
+
+    def path(self, key: str, make: Callable[[Path], None], *, keep: bool = False) -> Path:
+        """Return the file of a key; make the file if it does not exist.
+
+        Args:
+            key: name of the file's content. It must change with the content.
+            make: function that writes a new file at the given path, in a private folder of its own. If several
+                processes or threads ask for the same key, one calls `make`, and the others wait.
+            keep: True for a file that is neither counted nor deleted, such as an index.
+
+        Raises:
+            StorageError: the disk is full, the folder cannot be used, or the process that makes the file hangs.
+            Exception: any error of `make`.
+        """
+        name = _name(key)
+        file = (self._kept if keep else self._files) / name
+        if not _touched(file):
+            with self._usable(), _locked(self._making / f"{name}.lock", remove=True):
+                if not _touched(file):  # no other process has made it meanwhile
+                    self._make(file, make, self._making / name)
+        return file
+
+    def opened(
+        self, key: str, make: Callable[[Path], None], open: Callable[[Path], _Opened], *, keep: bool = False
+    ) -> _Opened:
+        """Return `open(path)` for the file of a key.
+
+        If another process deletes the file before it is open, the file is made again.
+
+        Raises:
+            StorageError: see `path`.
+            Exception: any error of `make` or `open`.
+        """
+        for attempt in range(_OPEN_TRIES):
+            path = self.path(key, make, keep=keep)
+            try:
+                return open(path)
+            except OSError:
+                if path.exists() or attempt + 1 == _OPEN_TRIES:
+                    raise
+        raise AssertionError
+
+    def has(self, key: str) -> bool:
+        """Return True if the file of a key exists."""
+        name = _name(key)
+        return (self._files / name).exists() or (self._kept / name).exists()
+
+    def _make(self, file: Path, make: Callable[[Path], None], scratch: Path) -> None:
+        shutil.rmtree(scratch, ignore_errors=True)  # a killed process left it
+        private_folder(scratch)
+        try:
+            made = scratch / "file"
+            make(made)
+            _sync(made)  # a renamed file without content would outlive a power failure
+            if file.parent == self._kept:
+                made.rename(file)
+            else:
+                self._admit(made, file)
+        finally:
+            shutil.rmtree(scratch, ignore_errors=True)
+
+    def _admit(self, made: Path, file: Path) -> None:
+        """Rename a new file to its place, and delete others if the limit requires that."""
+        size = made.stat().st_size
+        with _locked(self.folder / "room") as fd:
+            written = os.pread(fd, 32, 0)
+            held = int(written) if written.isdigit() else None
+            if held is None or held + size > self.limit_bytes:
+                held = self._delete_oldest(self.limit_bytes - size)
+            # Written before the rename: after a crash, the number is too large, which the next scan corrects.
+            os.ftruncate(fd, 0)
+            os.write(fd, b"%d" % (held + size))
+            os.utime(made)
+            made.rename(file)
+
+    def _delete_oldest(self, most: int) -> int:
+        """Delete the least recently used files until at most `most` bytes remain; return these bytes."""
+        with os.scandir(self._files) as entries:
+            about = [(entry.stat(follow_symlinks=False), Path(entry.path)) for entry in entries]
+        about.sort(key=lambda one: one[0].st_atime_ns)
+        held, scanned = sum(stat.st_size for stat, _ in about), len(about)
+        if held <= most:
+            return held
+        for deleted, (stat, path) in enumerate(about):
+            if held <= most and deleted >= scanned // _DELETED_SHARE:
+                break
+            path.unlink(missing_ok=True)
+            held -= stat.st_size
+        return held
+
+    def _remove_abandoned(self) -> None:
+        """Remove the unfinished files of killed processes."""
+        for lock in self._making.glob("*.lock"):
+            with suppress(BlockingIOError), _locked(lock, remove=True, wait=False):
+                shutil.rmtree(lock.with_suffix(""), ignore_errors=True)
+
+    @contextmanager
+    def _usable(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                raise StorageError(
+                    "storage.disk_full",
+                    "the disk of {folder} is full. Free some space, or choose another folder with XDG_CACHE_HOME.",
+                    folder=self.folder,
+                    may_pass=True,
+                ) from error
+            if isinstance(error, FileNotFoundError) or not str(error.filename or "").startswith(str(self.folder)):
+                raise  # an error of the source that `make` reads
+            raise StorageError(
+                "storage.folder_unusable",
+                "{folder} cannot hold cached files: {reason}. Choose another folder with XDG_CACHE_HOME.",
+                folder=self.folder,
+                reason=error.strerror or error,
+            ) from error
+
+
+class FetchAhead:
+    """Threads that make shards local before they are read.
+
+    An error of `fetch` is kept in `errors` and not raised: the reader that needs the shard meets the error itself.
+    After a fork, the child has no threads until it calls `want`.
+
+    Args:
+        fetch: thread-safe function that makes a shard local, and returns at once if the shard is local.
+        threads: largest number of concurrent calls.
+
+    Attributes:
+        errors: the most recent error by shard, of shards whose last attempt failed.
+    """
+
+    def __init__(self, fetch: Callable[[int], None], threads: int = 8) -> None:
+        self._fetch, self._most = fetch, threads
+        self._begin()
+
+    def want(self, shards: Sequence[int]) -> None:
+        """Fetch shards in this order; forget earlier ones that have not begun."""
+        if self._pid != os.getpid():
+            self._begin()
+        with self._changed:
+            if self._closed:
+                return
+            self._wanted.clear()
+            self._wanted.extend(shard for shard in dict.fromkeys(shards) if shard not in self._begun)
+            for _ in range(min(len(self._wanted), self._most - len(self._threads))):
+                thread = threading.Thread(target=self._run, args=(self._changed,), name="fetch-ahead", daemon=True)
+                self._threads.append(thread)
+                thread.start()
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """End all threads. A transfer that takes longer than 5 s ends in the background."""
+        if self._pid != os.getpid():
+            return
+        with self._changed:
+            self._closed = True
+            self._wanted.clear()
+            self._changed.notify_all()
+        until = time.monotonic() + _CLOSE_S
+        for thread in self._threads:
+            thread.join(max(0.0, until - time.monotonic()))
+
+    def _begin(self) -> None:
+        self._pid, self._closed = os.getpid(), False
+        self._changed: threading.Condition = threading.Condition()
+        self._threads: list[threading.Thread] = []
+        self._wanted: deque[int] = deque()
+        self._begun: set[int] = set()  # shards of running calls
+        self.errors: dict[int, Exception] = {}
+
+    def _run(self, changed: threading.Condition) -> None:
+        while True:
+            with changed:
+                while not self._wanted and not self._closed:
+                    changed.wait()
+                if self._closed:
+                    return
+                shard = self._wanted.popleft()
+                self._begun.add(shard)
+            error = None
+            try:
+                self._fetch(shard)
+            except Exception as raised:  # noqa: BLE001 - the reader raises it, with its own traceback
+                error = raised
+            with changed:
+                self._begun.discard(shard)
+                self.errors.pop(shard, None)
+                if error is not None:
+                    self.errors[shard] = error
+
+
+_held: set[int] = set()  # descriptors of the locks of this process
+
+
+@contextmanager
+def _locked(file: Path, *, remove: bool = False, wait: bool = True) -> Iterator[int]:
+    """Hold the lock of a file within this context.
+
+    Args:
+        remove: True to remove the file at the end.
+        wait: False to raise BlockingIOError if another process or thread holds the lock.
+
+    Raises:
+        StorageError: the lock is held, but nothing beside the file has changed for an hour.
+    """
+    fd = _taken(file, wait)
+    try:
+        yield fd
+    finally:
+        if remove:
+            file.unlink(missing_ok=True)
+        _held.discard(fd)
+        fcntl.flock(fd, fcntl.LOCK_UN)  # a forked child may have the same descriptor open
+        os.close(fd)
+
+
+def _taken(file: Path, wait: bool) -> int:
+    pause_s, began = _POLL_S[0], time.time()
+    while True:
+        fd = open_to_append(file)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if _is_at(fd, file):
+                os.utime(fd)
+                _held.add(fd)
+                return fd
+            pause_s = 0.0  # the previous holder removed the file
+        except BlockingIOError:
+            if not wait:
+                os.close(fd)
+                raise
+            pause_s = min(2 * pause_s or _POLL_S[0], _POLL_S[1])
+        except BaseException:
+            os.close(fd)
+            raise
+        os.close(fd)
+        if time.time() - max(began, _changed_at(file), _changed_at(file.with_suffix("") / "file")) > _LOCKED_S:
+            raise StorageError(
+                "storage.maker_hung",
+                "another process of this host holds the lock {file}, but has written nothing for an hour. End that "
+                "process.",
+                file=file,
+                may_pass=True,
+            )
+        time.sleep(pause_s)
+
+
+def _close_in_child() -> None:
+    """Close the locks of the parent, which would outlive the parent otherwise."""
+    for fd in _held:
+        with suppress(OSError):
+            os.close(fd)
+    _held.clear()
+
+
+os.register_at_fork(after_in_child=_close_in_child)
+
+
+def _name(key: str) -> str:
+    return hashlib.sha256(key.encode(errors="surrogateescape")).hexdigest()[:32]
+
+
+def _touched(file: Path) -> bool:
+    """Set a file's access time; return False if the file does not exist."""
+    try:
+        os.utime(file, ns=(time.time_ns(), file.stat().st_mtime_ns))
+    except FileNotFoundError:
+        return False
+    return True
+
+
+def _is_at(fd: int, file: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(fd), os.lstat(file))
+    except FileNotFoundError:
+        return False
+
+
+def _changed_at(file: Path) -> float:
+    try:
+        return file.stat().st_mtime
+    except OSError:
+        return 0.0
+
+
+def _sync(file: Path) -> None:
+    fd = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
