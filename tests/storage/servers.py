@@ -1,8 +1,11 @@
-"""A real S3 server in a process of its own, and a slow link to it."""
+"""A real S3 server in a process of its own, a slow link to it, and a front that fails now and then."""
 
 from __future__ import annotations
 
+import http.client
+import http.server
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -139,7 +142,79 @@ def linked(server: S3, bytes_per_s: float = 1e9) -> Iterator[Link]:
         link.cut()
 
 
-def reached_over(link: Link, server: S3) -> dict[str, str]:
+class Front:
+    """A port that answers as a server does, later, and that refuses or drops a share of the requests.
+
+    Attributes:
+        failing: share of the requests that fail, 1 for an outage.
+        requests: number of requests so far.
+    """
+
+    def __init__(self, to: int, failing: float, latency_s: float) -> None:
+        self.to, self.failing, self.latency_s, self.requests = to, failing, latency_s, 0
+        self._draw, self._lock = random.Random(1), threading.Lock()
+        front = self
+
+        class Handler(http.server.BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def do_GET(self) -> None:
+                front._answer(self)
+
+            do_HEAD = do_PUT = do_POST = do_DELETE = do_GET
+
+            def log_message(self, *_: object) -> None:
+                pass
+
+        self._server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.port = self._server.server_address[1]
+        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.05,))
+        self._thread.start()
+
+    def close(self) -> None:
+        """End all threads; clients must have closed their connections."""
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join(DEADLINE_S)
+
+    def _answer(self, asked: http.server.BaseHTTPRequestHandler) -> None:
+        body = asked.rfile.read(int(asked.headers.get("Content-Length") or 0))
+        time.sleep(self.latency_s)
+        with self._lock:
+            self.requests += 1
+            fails, drops = self._draw.random() < self.failing, self._draw.random() < 0.5
+        if fails and drops:
+            asked.close_connection = True
+            return
+        if fails:
+            asked.send_error(503, "Slow down")
+            return
+        connection = http.client.HTTPConnection("127.0.0.1", self.to, timeout=DEADLINE_S)
+        connection.request(asked.command, asked.path, body, dict(asked.headers))
+        answer = connection.getresponse()
+        content = answer.read()
+        asked.send_response(answer.status)
+        for name, value in answer.getheaders():
+            if name.lower() not in ("transfer-encoding", "connection", "date", "server", "content-length"):
+                asked.send_header(name, value)
+        length = answer.getheader("Content-Length") if asked.command == "HEAD" else str(len(content))
+        asked.send_header("Content-Length", length or "0")
+        asked.end_headers()
+        asked.wfile.write(content)
+        connection.close()
+
+
+@contextmanager
+def fronted(server: S3, failing: float, latency_s: float = 0.2) -> Iterator[Front]:
+    """A front of a server that ends with the block."""
+    front = Front(server.port, failing, latency_s)
+    try:
+        yield front
+    finally:
+        front.close()
+
+
+def reached_over(link: Link | Front, server: S3) -> dict[str, str]:
     """The environment of a program that reaches a server over a link."""
     return server.environment | {"AWS_ENDPOINT_URL": f"http://127.0.0.1:{link.port}"}
 

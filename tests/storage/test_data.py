@@ -114,11 +114,11 @@ def test_a_download_that_was_cut_short_does_not_count_and_is_gone_on_with(
         (bucket / name).write_text(name)
     original = Store.fetch
 
-    def is_cut(store: Store, name: str, into: Path, *arguments: object) -> object:
+    def is_cut(store: Store, name: str, into: Path, *arguments: object, **options: object) -> object:
         if name == "b":
             into.write_text("half")
             raise StorageError("test.planted", "cut", may_pass=True)
-        return original(store, name, into, *arguments)  # type: ignore[arg-type]
+        return original(store, name, into, *arguments, **options)  # type: ignore[arg-type]
 
     monkeypatch.setattr(data, "_AT_ONCE", 1)
     monkeypatch.setattr(Store, "fetch", is_cut)
@@ -126,9 +126,9 @@ def test_a_download_that_was_cut_short_does_not_count_and_is_gone_on_with(
         data.fetched(f"file://{bucket}", lambda line: None)
     fetched: list[str] = []
 
-    def noted(store: Store, name: str, into: Path, *arguments: object) -> object:
+    def noted(store: Store, name: str, into: Path, *arguments: object, **options: object) -> object:
         fetched.append(name)
-        return original(store, name, into, *arguments)  # type: ignore[arg-type]
+        return original(store, name, into, *arguments, **options)  # type: ignore[arg-type]
 
     monkeypatch.setattr(Store, "fetch", noted)
     place = data.at_hand(f"file://{bucket}", lambda line: None)

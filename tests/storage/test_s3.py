@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from commands import Outcome, ended, in_a_process, losses, started, wait_for, write_job
-from storage.servers import S3, linked, reached_over, serving
+from storage.servers import S3, fronted, linked, reached_over, serving
 
 RUN = "s3://bucket/runs/mine"
 TEXT = {
@@ -73,6 +73,64 @@ def test_objects_of_a_real_server_are_made_once_listed_moved_in_parts_and_delete
         "s3://nowhere/x does not exist (The specified bucket does not exist)",
         "s3://bucket/some/place/deep/large has 13,421,568 bytes; at most 9 are expected",
     ]
+
+
+READS = """
+import os, sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from paceline.storage.store import Store
+folder = Path(sys.argv[1])
+store = Store("s3://bucket/shards")
+listed = store.list()
+def right(name):
+    store.fetch(name, folder / f"{os.getpid()} {name}", expected=listed[name])
+    return store.about(name) == listed[name] and (folder / f"{os.getpid()} {name}").read_bytes() == name.encode() * 1000
+if (child := os.fork()) == 0:
+    os._exit(0 if right("0") else 1)
+with ThreadPoolExecutor(8) as pool:
+    print(len(listed), all(pool.map(right, listed)), store.about("absent"), os.waitpid(child, 0)[1])
+"""
+WRITES = """
+import sys
+from paceline.storage.store import Store
+store = Store("s3://bucket/shards")
+for name in map(str, range(int(sys.argv[1]))):
+    store.write(name, name.encode() * 1000)
+"""
+
+
+@pytest.mark.parametrize(("failing", "latency_s"), [(0.05, 0.2), (0.3, 0.0)])
+def test_reads_from_a_store_that_fails_now_and_then_are_right(
+    server: S3, tmp_path: Path, failing: float, latency_s: float
+) -> None:
+    python(WRITES, 40, environment=server.environment)
+    with fronted(server, failing, latency_s) as front:
+        assert python(READS, tmp_path, environment=reached_over(front, server)) == "40 True None 0\n"
+        assert front.requests > 120
+
+
+CHANGED = """
+import sys
+from pathlib import Path
+from paceline.errors import StorageError
+from paceline.storage.store import Store
+store = Store("s3://bucket/shards")
+store.write("a", b"before")
+listed = store.list()["a"]
+for content in (b"behind", b"b"):
+    store.write("a", content)
+    try:
+        store.fetch("a", Path(sys.argv[1], content.decode()), expected=listed)
+    except StorageError as error:
+        print(error.code, error.may_pass)
+"""
+
+
+def test_an_object_of_another_version_than_the_listed_one_is_refused_at_once(server: S3, tmp_path: Path) -> None:
+    assert (
+        python(CHANGED, tmp_path, environment=server.environment).splitlines() == ["storage.object_changed False"] * 2
+    )
 
 
 @pytest.mark.slow

@@ -51,7 +51,9 @@ from paceline.text import printable
 STALL_S = 120.0  # seconds without a transferred byte after which a connection counts as lost
 PART_BYTES = 5 << 20  # S3's minimum part size; each part must be transferred within `STALL_S`
 _MOST_PARTS = 9000  # S3 allows at most 10,000 parts
-_TRIES, _FIRST_PAUSE_S = 4, 0.5  # attempts per part of a download, and seconds before the second attempt
+RETRY_S = 15.0  # seconds after a read's first failure within which it is repeated, if a repetition may succeed
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.25, 4.0  # between two attempts; the pauses double
+_READS = ("find", "info", "cat_file")  # fsspec's methods that may be repeated
 _VERSION_KEYS = ("ETag", "etag", "md5Hash", "LastModified", "mtime")
 
 
@@ -66,7 +68,8 @@ class Entry:
 class Store:
     """Objects under a URL, like files in a folder.
 
-    Names are relative to the URL. All methods may raise StorageError, and are thread-safe.
+    Names are relative to the URL. All methods may raise StorageError, and are thread-safe. A forked process may use its
+    parent's stores. Requests that only read are repeated for `RETRY_S`, so that a store may fail now and then.
 
     Attributes:
         progress_at: time of the last transferred byte or answer (monotonic seconds).
@@ -77,6 +80,10 @@ class Store:
         self.protocol = protocol_of(self.url)
         self.stall_s = stall_s
         self.progress_at = time.monotonic()
+        self._connect()
+
+    def _connect(self) -> None:
+        self._pid = os.getpid()
         try:
             # Create a new instance, because fsspec's cached instance may have outdated listings.
             self._files: Any = filesystem(self.protocol, skip_instance_cache=True, **_options(self.protocol))
@@ -182,7 +189,13 @@ class Store:
                     raise
 
     def fetch(
-        self, name: str, into: Path, moved: Callable[[int], None] = lambda _: None, *, sha256: str | None = None
+        self,
+        name: str,
+        into: Path,
+        moved: Callable[[int], None] = lambda _: None,
+        *,
+        expected: Entry | None = None,
+        sha256: str | None = None,
     ) -> Entry:
         """Download an object into a new private file.
 
@@ -190,16 +203,18 @@ class Store:
 
         Args:
             moved: function that is called with the number of bytes of each part.
+            expected: the object's size and version, if they are known; an object of another version is an error.
             sha256: expected SHA-256 of the content, in hex.
         """
         shown = f"{self.url}/{name}".rstrip("/")
-        about = self.about(name)
+        about = expected or self.about(name)
         if about is None:
             raise StorageError("storage.object_absent", "{url}: no such object", url=shown, absent=True)
         digest = hashlib.sha256()
         with create_private(into) as file:
             for start in range(0, about.size, PART_BYTES):
-                part = self._part(name, start, min(start + PART_BYTES, about.size))
+                end = min(start + PART_BYTES, about.size)
+                part = bytes(self._call("cat_file", self._path(name), start=start, end=end))
                 file.write(part)
                 digest.update(part)
                 moved(len(part))
@@ -207,7 +222,10 @@ class Store:
         if written != about.size or self.about(name) != about:
             into.unlink()
             raise StorageError(
-                "storage.object_changed", "{url} changed while it was downloaded. Try again.", url=shown, may_pass=True
+                "storage.object_changed",
+                "{url} changed while it was downloaded. Try again.",
+                url=shown,
+                may_pass=expected is None,
             )
         if sha256 not in (None, digest.hexdigest()):
             into.unlink()
@@ -218,22 +236,24 @@ class Store:
             )
         return about
 
-    def _part(self, name: str, start: int, end: int) -> bytes:
-        pause_s = _FIRST_PAUSE_S
-        for last in (False,) * (_TRIES - 1) + (True,):
-            try:
-                return bytes(self._call("cat_file", self._path(name), start=start, end=end))
-            except StorageError as error:
-                if last or not error.may_pass:
-                    raise
-            time.sleep(pause_s)
-            pause_s *= 2
-        raise AssertionError
-
     def _path(self, name: str) -> str:
         return f"{self._root}/{name}".rstrip("/")
 
     def _call(self, method: str, path: str, *args: Any, **options: Any) -> Any:
+        failed_at, pause_s = 0.0, _FIRST_PAUSE_S
+        while True:
+            try:
+                return self._call_once(method, path, *args, **options)
+            except StorageError as error:
+                failed_at = failed_at or time.monotonic()
+                if method not in _READS or not error.may_pass or time.monotonic() + pause_s > failed_at + RETRY_S:
+                    raise
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+
+    def _call_once(self, method: str, path: str, *args: Any, **options: Any) -> Any:
+        if self._pid != os.getpid():
+            self._connect()  # fsspec's connections do not work in a forked process
         try:
             answer = self._waited_for(method, path, *args, **options)
         except FileNotFoundError as error:
@@ -505,15 +525,7 @@ def _fetch_one(store: Store, name: str, into: Path, entry: Entry, progress: _Pro
     into.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     part = into.with_name(f".{into.name}.part")
     part.unlink(missing_ok=True)
-    if store.fetch(name, part, progress.moved) != entry:
-        part.unlink()
-        raise StorageError(
-            "storage.changed",
-            "{url}/{name} changed while it was downloaded. Try again.",
-            url=store.url,
-            name=name,
-            may_pass=True,
-        )
+    store.fetch(name, part, progress.moved, expected=entry)
     part.rename(into)
 
 
