@@ -5,12 +5,14 @@ A description is a small object without heavy imports. It contains the import pa
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from importlib.metadata import EntryPoint, entry_points
+from types import ModuleType
 from typing import Generic, TypeVar
 
-from paceline.errors import PacelineError
+from paceline.errors import DataError, PacelineError
 from paceline.text import nearest
 
 T = TypeVar("T")
@@ -113,3 +115,20 @@ class ExtensionPoint(Generic[T]):
                 wanted=self.kind.__name__,
             )
         return found
+
+
+def optional_package(module: str, package: str) -> ModuleType:
+    """Import a module of an optional package, which only some types of data need.
+
+    Raises:
+        DataError: the package is not installed.
+    """
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise DataError(
+            "data.package_missing",
+            "this data needs {package}, which cannot be imported ({error}). Run: pip install 'paceline[data]'",
+            package=package,
+            error=error,
+        ) from error

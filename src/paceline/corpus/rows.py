@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import IO, Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,7 +32,11 @@ class Damaged(Exception):
 
 
 class Rows(Protocol):
-    """An open file of rows. A row maps column names to values."""
+    """An open file of rows. A row maps column names to values.
+
+    Values are strings, bytes, numbers, None, numpy arrays, and lists and dicts of these. They do not share memory with
+    the file.
+    """
 
     def __len__(self) -> int: ...
 
@@ -46,15 +51,55 @@ class Format:
 
     Attributes:
         suffixes: file name endings that select this format, with the dot.
-        prepare: function that writes a readable copy of a file into a new file, such as an Arrow copy of a CSV file;
-            None if files are read in place.
         index: function that returns the byte offsets of a file's rows, or the number of rows if the file has an index
-            of its own.
+            of its own. Offsets are one more than the rows; the last one is the end of the last row.
         open: function that opens a file for reading, with the offsets that `index` returned, if any.
+        prepare: function that writes a readable copy of a file into a new file, such as an Arrow copy of a CSV file;
+            None if files are read in place. `index` and `open` then get the copy.
+        count: function that reads the number of rows from the header or footer of a file before `prepare`; None if a
+            file has no such number.
     """
 
     name: str
     suffixes: tuple[str, ...]
-    prepare: Callable[[Path, Path], None] | None
     index: Callable[[Path], Offsets | int]
     open: Callable[[Path, Offsets | None], Rows]
+    prepare: Callable[[Path, Path], None] | None = None
+    count: Callable[[IO[bytes]], int] | None = None
+
+
+class OpenFile:
+    """A file that is read by position, without a position shared between threads or processes."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = str(path)
+        self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        self.size = os.fstat(self._descriptor).st_size
+
+    def read(self, start: int, end: int, row: int | None = None) -> bytes:
+        """Read the bytes from `start` to `end`, which belong to `row`.
+
+        Raises:
+            Damaged: the file ends before `end`.
+        """
+        found = os.pread(self._descriptor, end - start, start)
+        if len(found) == end - start:
+            return found
+        parts = [found]
+        # The kernel reads at most 2 GiB at once.
+        while found and (start := start + len(found)) < end:
+            found = os.pread(self._descriptor, end - start, start)
+            parts.append(found)
+        if start < end:
+            raise Damaged(self.path, row, "the file ends within the row")
+        return b"".join(parts)
+
+    def close(self) -> None:
+        """Close the file; further reads fail."""
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)
+
+    def __del__(self) -> None:
+        if hasattr(self, "_descriptor"):
+            self.close()

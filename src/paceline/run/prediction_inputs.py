@@ -16,6 +16,7 @@ from torch.utils.data import Dataset
 
 from paceline.data.samples import held_out_batches
 from paceline.errors import DataError
+from paceline.extensions import optional_package
 from paceline.job.batch import Batch
 from paceline.job.data import Arrays, Custom, Images
 from paceline.job.job import Job
@@ -161,8 +162,8 @@ def _arrays(spec: Arrays, path: Path, columns: Sequence[str]) -> Inputs:
 
 
 def _parquet(path: Path, names: Sequence[str], columns: Sequence[str]) -> tuple[int, _Read]:
-    parquet = arrays.optional_package("pyarrow.parquet", "pyarrow")
-    table = arrays.optional_package("pyarrow", "pyarrow").Table
+    parquet = optional_package("pyarrow.parquet", "pyarrow")
+    table = optional_package("pyarrow", "pyarrow").Table
     with arrays._decoding(path), parquet.ParquetFile(path) as file:
         arrays._check_names(path, [*names, *columns], file.schema_arrow.names)
         samples = file.metadata.num_rows

@@ -14,9 +14,9 @@ import numpy.typing as npt
 from torch import Tensor, nn
 
 from paceline.errors import JobError, RunError
+from paceline.extensions import optional_package
 from paceline.job.loss import Loss
 from paceline.job.loss_items import ModelsOwn, logits_of
-from paceline.job.zoo.arrays import optional_package
 from paceline.job.zoo.outputs import OutputKind, kind_of, probabilities
 from paceline.run.convert import new_folder_beside
 from paceline.run.prediction_inputs import inputs_of

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import zipfile
 import zlib
@@ -11,7 +10,6 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from itertools import groupby
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,6 +19,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from paceline.errors import DataError
+from paceline.extensions import optional_package
 from paceline.job.samples import DataSets, TensorSamples, split
 from paceline.job.samples import shares as shares_of
 from paceline.text import nearest
@@ -77,23 +76,6 @@ def files_below(folder: Path, suffixes: tuple[str, ...]) -> list[str]:
         folders[:] = [f for f in folders if f not in _NOT_DATA and not f.startswith(".")]
         found += [os.path.join(place, f) for f in files if f.lower().endswith(endings) and not f.startswith(".")]
     return sorted(found)
-
-
-def optional_package(module: str, package: str) -> ModuleType:
-    """Import a module of an optional package, which only some types of data need.
-
-    Raises:
-        DataError: the package is not installed.
-    """
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        raise DataError(
-            "data.package_missing",
-            "this data needs {package}, which cannot be imported ({error}). Run: pip install 'paceline[data]'",
-            package=package,
-            error=error,
-        ) from error
 
 
 Array = npt.NDArray[Any]  # samples on dim 0

@@ -14,8 +14,9 @@ from torch.nn.functional import interpolate
 from torch.utils.data import Dataset
 
 from paceline.errors import DataError
+from paceline.extensions import optional_package
 from paceline.job.samples import Batch, DataSets, Labels, TensorSamples, split
-from paceline.job.zoo.arrays import files_below, folder_entries, optional_package, reading
+from paceline.job.zoo.arrays import files_below, folder_entries, reading
 
 if TYPE_CHECKING:
     from PIL.Image import Image

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from paceline.errors import DataError
-from paceline.job.zoo.arrays import files_below, optional_package, reading
+from paceline.extensions import optional_package
+from paceline.job.zoo.arrays import files_below, reading
 from refusals import raises
 
 
