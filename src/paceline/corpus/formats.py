@@ -79,7 +79,7 @@ def format_of(names: Iterable[str], source: str) -> Format:
 
 
 def suffix_of(name: str) -> str:
-    """Return a file name's suffix in lower case, without a suffix of compression: `.jsonl` for `a.jsonl.gz`."""
+    """Return a file name's suffix, without that of compression: `.jsonl` for `a.JSONL.gz`."""
     lower = name.lower().rpartition("/")[2]
     return f".{plain_name(lower).rpartition('.')[2]}" if "." in lower else ""
 

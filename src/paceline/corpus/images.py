@@ -1,4 +1,4 @@
-"""Folders of images: one folder per class, and each file is a shard of one row."""
+"""Folders of images: one folder per class, and one row per file."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ class JsonLines:
 
     def __init__(self, path: Path, offsets: Offsets | None) -> None:
         assert offsets is not None
-        self._file, self._offsets = OpenFile(path), memoryview(offsets)
+        self._file, self._offsets = OpenFile(path), offsets.data
         self._decode = msgspec.json.Decoder(dict[str, Any]).decode
 
     def __len__(self) -> int:
@@ -49,11 +49,11 @@ class JsonLines:
 
 
 class TextLines:
-    """Rows of a text file: each line is a row `{"text": line}`, without its end of line. Empty lines are rows."""
+    """Rows `{"text": line}` of a text file. Empty lines are rows; the end of a line is removed."""
 
     def __init__(self, path: Path, offsets: Offsets | None) -> None:
         assert offsets is not None
-        self._file, self._offsets = OpenFile(path), memoryview(offsets)
+        self._file, self._offsets = OpenFile(path), offsets.data
 
     def __len__(self) -> int:
         return len(self._offsets) - 1
@@ -108,7 +108,7 @@ def line_offsets(path: Path) -> Offsets:
 
 
 def object_offsets(path: Path) -> Offsets:
-    """Return the start of each line that is not empty, and the end of the file.
+    """Return the start of each non-empty line, and the end of the file.
 
     Empty lines belong to the row before them, because JSON allows white space after a value.
     """

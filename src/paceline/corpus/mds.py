@@ -59,7 +59,7 @@ class MdsRows:
 
 
 def _header(file: OpenFile) -> tuple[memoryview, list[tuple[str, str, int | None]]]:
-    """Return the positions of all rows, and the name, encoding and fixed size of each column."""
+    """Return the positions of all rows, and each column's name, encoding and fixed size."""
     rows = _number_of_rows(file.read(0, min(_WORD, file.size)))
     end = _WORD * (rows + 2)
     if end > file.size:
@@ -70,7 +70,7 @@ def _header(file: OpenFile) -> tuple[memoryview, list[tuple[str, str, int | None
     if offsets[-1] != file.size:
         raise ValueError(f"the file has {file.size:,} bytes, but its header says {offsets[-1]:,}")
     about = msgspec.json.decode(file.read(end, int(offsets[0])), type=_Columns)
-    return memoryview(offsets), list(zip(about.column_names, about.column_encodings, about.column_sizes, strict=True))
+    return offsets.data, list(zip(about.column_names, about.column_encodings, about.column_sizes, strict=True))
 
 
 class _Columns(msgspec.Struct):
@@ -143,8 +143,17 @@ def _raw_image(content: bytes) -> Any:
 
 # Numbers of types in front of arrays.
 _DTYPES = {
-    8: "uint8", 9: "int8", 16: "uint16", 17: "int16", 18: "float16", 32: "uint32", 33: "int32", 34: "float32",
-    64: "uint64", 65: "int64", 66: "float64",
+    8: "uint8",
+    9: "int8",
+    16: "uint16",
+    17: "int16",
+    18: "float16",
+    32: "uint32",
+    33: "int32",
+    34: "float32",
+    64: "uint64",
+    65: "int64",
+    66: "float64",
 }
 _NUMBERS = sorted(_DTYPES.values())
 _DECODERS: dict[str, _Decode] = {

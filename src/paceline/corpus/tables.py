@@ -1,4 +1,4 @@
-"""Arrow files, read in place, and Parquet and CSV files, which are converted to Arrow files once.
+"""Arrow files, which are read in place; Parquet and CSV files, which are converted once.
 
 pyarrow parses the metadata of an Arrow file. Rows are then read from the mapped file by position, because a pyarrow
 scalar costs more than a row of tokens should.
@@ -24,8 +24,15 @@ _BATCH_ROWS, _BATCH_BYTES = 1 << 16, 64 << 20  # of converted files
 _CSV_BLOCK_BYTES = 64 << 20  # pyarrow infers the types of columns from the first block
 _COMPRESSED = "its buffers are compressed, so rows cannot be read in place. Write it without compression, or as Parquet"
 
+_CODES = {
+    **{f"int{8 * size}": f"<{code}" for size, code in zip((1, 2, 4, 8), "bhiq", strict=True)},
+    **{f"uint{8 * size}": f"<{code}" for size, code in zip((1, 2, 4, 8), "BHIQ", strict=True)},
+    **{f"float{8 * size}": f"<{code}" for size, code in zip((2, 4, 8), "efd", strict=True)},
+}
+
 # Reads one value: number of the batch, row within the batch -> value.
 _Read = Callable[[int, int], Any]
+_Bounds = Callable[[int, int], tuple[int, int]]
 
 
 class ArrowRows:
@@ -75,7 +82,7 @@ class _Mapped:
         self._whole, self._view = whole, memoryview(whole)
 
     def reader(self, arrays: list[Any]) -> _Read:
-        """Return a function that reads values of a column, given the column's array of each batch."""
+        """Return a function that reads a column's values, given its array of each batch."""
         read = self._reader_without_nulls(arrays)
         if not any(array.null_count for array in arrays):
             return read
@@ -118,7 +125,7 @@ class _Mapped:
         return lambda batch, row: bool(view[data[batch] + (row >> 3)] >> (row & 7) & 1)
 
     def _numbers(self, arrays: list[Any]) -> _Read:
-        number = struct.Struct(f"<{np.dtype(arrays[0].type.to_pandas_dtype()).char}")
+        number = struct.Struct(_CODES[np.dtype(arrays[0].type.to_pandas_dtype()).name])
         view, unpack, width = self._view, number.unpack_from, number.size
         data = [self._position(array.buffers()[1]) for array in arrays]
         return lambda batch, row: unpack(view, data[batch] + row * width)[0]
@@ -135,16 +142,11 @@ class _Mapped:
         return read
 
     def _lists(self, arrays: list[Any]) -> _Read:
-        types, kind = self._pa.types, arrays[0].type
+        types, kind, children = self._pa.types, arrays[0].type, [array.values for array in arrays]
         if types.is_fixed_size_list(kind):
-            size = kind.list_size
-            # `values` of a fixed-size list ignores an offset of the array, but arrays of a file have no offset.
-            children = [array.values for array in arrays]
-
-            def bounds(batch: int, row: int) -> tuple[int, int]:
-                return row * size, (row + 1) * size
+            bounds = _fixed_bounds(kind.list_size)
         else:
-            children, bounds = [array.values for array in arrays], self._bounds(arrays)
+            bounds = self._bounds(arrays)
         if not _is_number(types, kind.value_type) or any(child.null_count for child in children):
             one = self.reader(children)
 
@@ -162,8 +164,8 @@ class _Mapped:
 
         return read
 
-    def _bounds(self, arrays: list[Any]) -> Callable[[int, int], tuple[int, int]]:
-        """Return a function that reads the start and the end of a value of variable length."""
+    def _bounds(self, arrays: list[Any]) -> _Bounds:
+        """Return a function that reads where a value of variable length starts and ends."""
         types, kind = self._pa.types, arrays[0].type
         is_large = types.is_large_list(kind) or types.is_large_string(kind) or types.is_large_binary(kind)
         pair = struct.Struct("<2q" if is_large else "<2i")
@@ -190,6 +192,10 @@ class _Mapped:
         return position
 
 
+def _fixed_bounds(size: int) -> _Bounds:
+    return lambda batch, row: (row * size, (row + 1) * size)
+
+
 def _size(buffer: Any) -> int:
     return 0 if buffer is None else int(buffer.size)
 
@@ -199,7 +205,7 @@ def _is_number(types: Any, kind: Any) -> bool:
 
 
 def _batches(path: Path) -> tuple[Any, list[Any]]:
-    """Map an Arrow file or stream; return its bytes and its batches, which are views of the bytes."""
+    """Map an Arrow file or stream; return its bytes, and its batches as views."""
     pa = optional_package("pyarrow", "pyarrow")
     if not path.stat().st_size:
         raise ValueError("the file is empty")
@@ -232,7 +238,7 @@ def _count_batches(path: Path) -> int:
 
 
 def parquet_to_arrow(path: Path, into: Path) -> None:
-    """Convert a Parquet file to an uncompressed Arrow file, in batches of at most 64 MB."""
+    """Convert a Parquet file to an uncompressed Arrow file with batches of about 64 MB."""
     with _decoding(path), optional_package("pyarrow.parquet", "pyarrow").ParquetFile(path) as file:
         about = file.metadata
         bytes_of_groups = sum(about.row_group(n).total_byte_size for n in range(about.num_row_groups))

@@ -32,7 +32,7 @@ class TarRows:
 
     def __init__(self, path: Path, offsets: Offsets | None) -> None:
         assert offsets is not None
-        self._file, self._offsets = OpenFile(path), memoryview(offsets)
+        self._file, self._offsets = OpenFile(path), offsets.data
 
     def __len__(self) -> int:
         return len(self._offsets) - 1
@@ -84,7 +84,7 @@ def row_offsets(path: Path) -> Offsets:
 
 
 def _members(read: Callable[[int, int], bytes], size: int) -> Iterator[tuple[str, int, int, int]]:
-    """Yield each regular member: its name, the position of its first header, and the start and end of its content.
+    """Yield each regular member: its name, first header, and start and end of its content.
 
     Directories, links and the project-wide headers of pax archives are skipped. Long names of GNU and pax archives are
     headers of their own in front of the member.
@@ -152,7 +152,7 @@ def _padded(position: int) -> int:
 
 
 def _key_and_suffix(name: str) -> tuple[str, str] | None:
-    """Divide a name at the first dot of its last part; None for members that are no data."""
+    """Divide a member's name into key and suffix; None for members that are no data."""
     parts = _KEY_AND_SUFFIX.fullmatch(name)
     if parts is None or _NO_DATA.match(name):
         return None

@@ -213,8 +213,7 @@ class Store:
         digest = hashlib.sha256()
         with create_private(into) as file:
             for start in range(0, about.size, PART_BYTES):
-                end = min(start + PART_BYTES, about.size)
-                part = bytes(self._call("cat_file", self._path(name), start=start, end=end))
+                part = self.part(name, start, min(start + PART_BYTES, about.size))
                 file.write(part)
                 digest.update(part)
                 moved(len(part))
@@ -235,6 +234,10 @@ class Store:
                 url=shown,
             )
         return about
+
+    def part(self, name: str, start: int, end: int) -> bytes:
+        """Return the bytes of an object from `start` to `end`."""
+        return bytes(self._call("cat_file", self._path(name), start=start, end=end))
 
     def _path(self, name: str) -> str:
         return f"{self._root}/{name}".rstrip("/")

@@ -1,0 +1,237 @@
+"""Readable local copies of a data set's files, and their indexes."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import os
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import IO, Any, TypeVar, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.corpus.formats import decompress, is_compressed
+from paceline.corpus.host_files import HostFiles
+from paceline.corpus.rows import Damaged, Offsets, Rows
+from paceline.corpus.sources import Listing
+from paceline.storage.store import Store
+from paceline.storage.url import is_url
+
+_LAYOUT = 1  # changes with the content of cached files
+_EDGE_BYTES = 64 << 10  # bytes at each end of a file that its digest covers
+_HEAD_WORDS = 5  # words of an index in front of the offsets: the number of rows and the digest
+_MAPPED_FROM_BYTES = 1 << 16  # smaller indexes are read, because each mapping keeps a descriptor
+_Opened = TypeVar("_Opened")
+
+
+class Index:
+    """Number of rows, digest and row offsets of a file.
+
+    Attributes:
+        rows: number of rows.
+        digest: SHA-256 over the size and the first and last 64 KiB of the file; uint8, shape (32,).
+        offsets: what `Format.index` returned; None if that was a number.
+    """
+
+    def __init__(self, words: NDArray[np.uint64]) -> None:
+        self.rows, self.digest = int(words[0]), words[1:_HEAD_WORDS].view(np.uint8)
+        self.offsets = words[_HEAD_WORDS:] if len(words) > _HEAD_WORDS else None
+
+
+class ShardFiles:
+    """The files of a listing, by number. All methods are thread-safe, and may be called in forked processes.
+
+    Files of a local disk are read in place if their format allows that. A cached copy is made of all other files: it is
+    downloaded, decompressed and converted.
+    """
+
+    # Without `__dict__`, because loader processes copy the attributes of data sets.
+    __slots__ = ("_cache", "_lock", "_process", "_stores", "listing")
+
+    def __init__(self, listing: Listing, cache: HostFiles) -> None:
+        self.listing, self._cache = listing, cache
+        self._lock, self._process = threading.Lock(), os.getpid()
+        self._stores: dict[str, Store] = {}
+
+    def open(self, shard: int) -> Rows:
+        """Open a file for reading; make its copy first if there is none.
+
+        Raises:
+            Damaged: the file has changed since it was listed, or cannot be read.
+            StorageError: the file cannot be downloaded.
+        """
+        listing = self.listing
+        offsets: Offsets | None
+        if listing.labels is not None:
+            offsets, expected = listing.labels[shard : shard + 1].astype(np.uint64), 1
+        else:
+            index = self.index(shard)
+            offsets, expected = index.offsets, index.rows
+        rows = self._read(shard, lambda path: listing.format.open(path, offsets))
+        if len(rows) != expected:
+            found = len(rows)
+            rows.close()
+            raise Damaged(listing.names[shard], None, f"the file has {found} rows, but its index has {expected}")
+        return rows
+
+    def fetch(self, shard: int) -> None:
+        """Make the copy of a file, if it needs one and has none."""
+        if not self._is_in_place(shard):
+            with self._naming(shard):
+                self._cache.path(self._key("copy", shard), partial(self._copy, shard))
+
+    def is_local(self, shard: int) -> bool:
+        """Return True if a file can be opened without a download or conversion."""
+        return self._is_in_place(shard) or self._cache.has(self._key("copy", shard))
+
+    def index(self, shard: int) -> Index:
+        """Return the index of a file, from the cache if possible.
+
+        Raises:
+            Damaged: the content of the file is invalid, or the file has changed since it was listed.
+            OSError: the file cannot be read.
+            StorageError: the file cannot be downloaded.
+        """
+        make = partial(self._make_index, shard)
+        return Index(self._cache.opened(self._key("index", shard), make, _words, keep=True))
+
+    def _make_index(self, shard: int, into: Path) -> None:
+        listing = self.listing
+        count, rows = listing.format.count, int(listing.rows[shard])
+        offsets: Any = []
+        if rows < 0 and count is not None and not is_compressed(listing.names[shard]):
+            with self._naming(shard), self._opened_source(shard) as file:
+                rows = count(file)
+        elif rows < 0:
+            found = self._read(shard, listing.format.index)
+            rows, offsets = (found, []) if isinstance(found, int) else (len(found) - 1, found)
+        with self._opened_source(shard) as file:
+            digest = np.frombuffer(_digest(file, int(listing.sizes[shard])), np.uint64)
+        np.concatenate([np.array([rows], np.uint64), digest, np.asarray(offsets, np.uint64)]).tofile(into)
+
+    def _read(self, shard: int, read: Callable[[Path], _Opened]) -> _Opened:
+        """Return `read(path)` for a readable copy of a file."""
+        with self._naming(shard):
+            if self._is_in_place(shard):
+                path = Path(self.listing.names[shard])
+                found = read(path)
+                self._check_unchanged(shard, path)
+                return found
+            return self._cache.opened(self._key("copy", shard), partial(self._copy, shard), read)
+
+    def _copy(self, shard: int, into: Path) -> None:
+        """Write the readable copy of a file."""
+        listing, name = self.listing, self.listing.names[shard]
+        prepare, compressed = listing.format.prepare, is_compressed(name)
+        source = Path(name)
+        if is_url(name):
+            source = into.with_name("source") if compressed or prepare else into
+            self._download(shard, source)
+        plain = source
+        if compressed:
+            plain = into.with_name("plain") if prepare else into
+            decompress(source, name, plain)
+        if prepare is not None:
+            prepare(plain, into)
+        if not is_url(name):
+            self._check_unchanged(shard, source)
+
+    def _download(self, shard: int, into: Path) -> None:
+        store, key = self._store_and_key(shard)
+        about = store.fetch(key, into)
+        if (about.size, about.version) != (self.listing.sizes[shard], self.listing.versions[shard]):
+            raise Damaged(self.listing.names[shard], None, "the object was replaced after it was listed")
+
+    def _check_unchanged(self, shard: int, path: Path) -> None:
+        about = path.stat()
+        if (about.st_size, str(about.st_mtime_ns)) != (self.listing.sizes[shard], self.listing.versions[shard]):
+            raise Damaged(str(path), None, "the size or time of modification of the file has changed since the start")
+
+    def _is_in_place(self, shard: int) -> bool:
+        name = self.listing.names[shard]
+        return self.listing.format.prepare is None and not is_url(name) and not is_compressed(name)
+
+    def _key(self, kind: str, shard: int) -> str:
+        listing = self.listing
+        about = (listing.format.name, listing.sizes[shard], listing.versions[shard], listing.names[shard])
+        return " ".join(map(str, (kind, _LAYOUT, *about)))
+
+    @contextmanager
+    def _naming(self, shard: int) -> Iterator[None]:
+        """Name the file in errors, instead of its copy."""
+        try:
+            yield
+        except Damaged as error:
+            raise Damaged(self.listing.names[shard], error.row, error.reason) from error
+
+    def _opened_source(self, shard: int) -> IO[bytes]:
+        name = self.listing.names[shard]
+        if not is_url(name):
+            return open(name, "rb")
+        store, key = self._store_and_key(shard)
+        parts = _Parts(lambda start, end: store.part(key, start, end), int(self.listing.sizes[shard]), name)
+        return io.BufferedReader(parts, _EDGE_BYTES)
+
+    def _store_and_key(self, shard: int) -> tuple[Store, str]:
+        """Return this process's store for a remote file, and the file's name there."""
+        protocol, _, rest = self.listing.names[shard].partition("://")
+        bucket, _, key = rest.partition("/")
+        url = f"{protocol}://{bucket}"
+        with self._lock:
+            if self._process != os.getpid():
+                self._process, self._stores = os.getpid(), {}
+            if url not in self._stores:
+                self._stores[url] = Store(url)
+            return self._stores[url], key
+
+
+class _Parts(io.RawIOBase):
+    """A remote file whose parts are read when they are needed."""
+
+    def __init__(self, read: Callable[[int, int], bytes], size: int, name: str) -> None:
+        super().__init__()
+        self._read, self._size, self._position, self.name = read, size, 0, name
+
+    def readable(self) -> bool:
+        """Return True."""
+        return True
+
+    def seekable(self) -> bool:
+        """Return True."""
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        """Set the position of the next read."""
+        self._position = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._size}[whence]
+        return self._position
+
+    def readinto(self, buffer: Any) -> int:
+        """Read the next bytes into a buffer; return their number."""
+        view = memoryview(buffer).cast("B")
+        end = min(self._position + len(view), self._size)
+        if end <= self._position:
+            return 0
+        found = self._read(self._position, end)
+        view[: len(found)] = found
+        self._position += len(found)
+        return len(found)
+
+
+def _digest(file: IO[bytes], size: int) -> bytes:
+    digest = hashlib.sha256(f"{size} ".encode())
+    digest.update(file.read(_EDGE_BYTES))
+    file.seek(max(_EDGE_BYTES, size - _EDGE_BYTES))
+    digest.update(file.read(_EDGE_BYTES))
+    return digest.digest()
+
+
+def _words(path: Path) -> NDArray[np.uint64]:
+    if path.stat().st_size <= _MAPPED_FROM_BYTES:
+        return np.fromfile(path, np.uint64)
+    # A view without the class `memmap`, whose elements are slow to read.
+    return cast("NDArray[np.uint64]", np.asarray(np.memmap(path, np.uint64, mode="r")))

@@ -1,0 +1,295 @@
+"""The rows of all files of a data set, by one global row number."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from bisect import bisect_right
+from collections import OrderedDict
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, overload
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.corpus.host_files import HostFiles
+from paceline.corpus.rows import Damaged, Rows
+from paceline.corpus.shard_files import ShardFiles
+from paceline.corpus.sources import Listing, Texts, list_files
+from paceline.errors import DataError, StorageError
+from paceline.storage.url import is_url
+
+_OPEN_SHARDS = 128  # files that a process keeps open, each with at most two descriptors
+_REMOTE_THREADS = 16
+_LEFT_OUT = -1  # number of rows of a file that could not be indexed
+
+
+class Shard(NamedTuple):
+    """A file of rows.
+
+    Attributes:
+        name: absolute path or URL.
+        size: bytes of the file.
+        version: string that changes with the content, such as an ETag.
+        rows: number of rows.
+        digest: SHA-256 in hex over the size and the first and last 64 KiB; over the size alone for images.
+    """
+
+    name: str
+    size: int
+    version: str
+    rows: int
+    digest: str
+
+
+class Corpus:
+    """The rows of a data set's files, numbered over all files.
+
+    Files are in the order of their names.
+
+    Each version of a file is indexed once per host. An index has the position of each row, or only the number of rows
+    if the format has positions of its own. Remote files are downloaded when a row of them is read. The index of remote
+    JSON Lines, text, CSV, Arrow and tar files needs their content, so the first start downloads each of these files
+    once. Of remote Parquet and MDS files, the first start reads only the footer or header.
+
+    One thread may read rows; `fetch` and `is_local` may be called from any thread. Forked processes may use a corpus
+    that their parent opened.
+
+    Attributes:
+        format: format of all files.
+        shards: description of each file, made on access.
+        left_out: names of files that could not be indexed, and the reasons. Such a file is left out until its size or
+            time of modification changes.
+        starts: number of the first row of each file, and the number of all rows; int64, shape (shards + 1,).
+        classes: names of the classes of an image folder; empty for other formats.
+        digest: SHA-256 in hex over the number of rows and the digest of each file, in order.
+    """
+
+    # Without `__dict__`, because loader processes copy the attributes of data sets, but must not copy descriptors.
+    __slots__ = ("_digests", "_edges", "_files", "_open", "classes", "digest", "format", "left_out", "starts")
+
+    @classmethod
+    def open(
+        cls,
+        paths: Sequence[str],
+        *,
+        format: str | None = None,
+        cache: HostFiles,
+        on_bad_shard: Literal["stop", "skip"] = "stop",
+        workers: int | None = None,
+    ) -> Corpus:
+        """List and index the files of a data set.
+
+        Args:
+            paths: files, folders, patterns and URLs; see `list_files`.
+            format: name of the format; None to derive it from the suffixes of the files.
+            cache: files that this host's processes share: indexes, downloads and converted files.
+            on_bad_shard: "skip" to leave out files that cannot be indexed, instead of an error.
+            workers: number of threads that index files; by default, the number of cores.
+
+        Raises:
+            DataError: the paths name no files, files cannot be read, or there are no rows.
+            StorageError: a store cannot be read.
+        """
+        listing = list_files(paths, format)
+        left_out: list[tuple[str, str]] = []
+        if listing.labels is not None:
+            # Each image is one row. Reading a million of them for a digest would take minutes.
+            rows, digests = np.ones(len(listing.names), np.int64), None
+        else:
+            rows, digests, reasons = _summary(listing, cache, workers)
+            left_out = [(listing.names[shard], reason) for shard, reason in reasons]
+            if left_out and on_bad_shard == "stop":
+                raise DataError(
+                    "data.shard_damaged",
+                    "{shard}: {reason}. Repair or remove the file, or leave such files out with on_bad_shard: skip. "
+                    "Number of such files: {count} of {total}.",
+                    shard=left_out[0][0],
+                    reason=left_out[0][1],
+                    count=len(left_out),
+                    total=len(rows),
+                )
+            if left_out:
+                kept = np.flatnonzero(rows != _LEFT_OUT)
+                listing, rows, digests = _selected(listing, kept), rows[kept], digests[kept]
+        if not rows.sum():
+            raise DataError(
+                "data.no_rows",
+                "{source} has no rows. Name files that are not empty.",
+                source=", ".join(paths),
+            )
+        return cls(ShardFiles(listing, cache), rows, digests, left_out)
+
+    def __init__(
+        self,
+        files: ShardFiles,
+        rows: NDArray[np.int64],
+        digests: NDArray[np.uint8] | None,
+        left_out: list[tuple[str, str]],
+    ) -> None:
+        self._files, self._digests, self.left_out = files, digests, left_out
+        self.format, self.classes = files.listing.format, files.listing.classes
+        self.starts = np.concatenate([[0], np.cumsum(rows)]).astype(np.int64)
+        self._edges = self.starts.data
+        self.digest = _digest_of_all(files.listing, self.starts, digests)
+        # A dict keeps the order of insertion; the first file is the least recently used one.
+        self._open: OrderedDict[int, Rows] = OrderedDict()
+
+    @property
+    def shards(self) -> Sequence[Shard]:
+        """Description of each file."""
+        return _Shards(self._files.listing, self.starts, self._digests)
+
+    def __len__(self) -> int:
+        return int(self._edges[-1])
+
+    def row(self, row: int) -> dict[str, Any]:
+        """Read a row by its global number; a remote file is downloaded first.
+
+        Raises:
+            Damaged: the file has changed since it was listed, or the row is invalid.
+            StorageError: a remote file cannot be downloaded.
+        """
+        shard = self.shard_of(row)
+        rows = self._open.get(shard)
+        try:
+            if rows is None:
+                rows = self._opened(shard)
+            else:
+                self._open.move_to_end(shard)
+            return rows[row - self._edges[shard]]
+        except Damaged as error:
+            raise Damaged(self._files.listing.names[shard], error.row, error.reason) from error
+        except OSError as error:
+            reason = f"the file cannot be read ({error.strerror or error})"
+            raise Damaged(self._files.listing.names[shard], None, reason) from error
+
+    def shard_of(self, row: int) -> int:
+        """Return the number of the file that has a row."""
+        if not 0 <= row < self._edges[-1]:
+            raise IndexError(f"row {row} of {len(self)}")
+        return bisect_right(self._edges, row) - 1
+
+    def fetch(self, shard: int) -> None:
+        """Download, decompress and convert a file now, unless its rows can be read already."""
+        self._files.fetch(shard)
+
+    def is_local(self, shard: int) -> bool:
+        """Return True if a file can be read without a download or conversion."""
+        return self._files.is_local(shard)
+
+    def apart(self) -> Corpus:
+        """Return a corpus with the same index, which opens files of its own."""
+        other = object.__new__(Corpus)
+        for name in Corpus.__slots__:
+            setattr(other, name, getattr(self, name))
+        other._open = OrderedDict()
+        return other
+
+    def close(self) -> None:
+        """Close all files. Reading a row opens its file again."""
+        while self._open:
+            self._open.popitem()[1].close()
+
+    def _opened(self, shard: int) -> Rows:
+        rows = self._files.open(shard)
+        self._open[shard] = rows
+        if len(self._open) > _OPEN_SHARDS:
+            self._open.popitem(last=False)[1].close()
+        return rows
+
+
+class _Shards(Sequence[Shard]):
+    """Descriptions of files in columns, because a million objects would need a gigabyte."""
+
+    def __init__(self, listing: Listing, starts: NDArray[np.int64], digests: NDArray[np.uint8] | None) -> None:
+        self._listing, self._starts, self._digests = listing, starts, digests
+
+    def __len__(self) -> int:
+        return len(self._listing.names)
+
+    @overload
+    def __getitem__(self, nth: int) -> Shard: ...
+    @overload
+    def __getitem__(self, nth: slice) -> list[Shard]: ...
+    def __getitem__(self, nth: int | slice) -> Shard | list[Shard]:
+        if isinstance(nth, slice):
+            return [self[each] for each in range(*nth.indices(len(self)))]
+        nth = range(len(self))[nth]
+        size, rows = int(self._listing.sizes[nth]), int(self._starts[nth + 1] - self._starts[nth])
+        digest = hashlib.sha256(f"{size} ".encode()).digest() if self._digests is None else self._digests[nth].tobytes()
+        return Shard(self._listing.names[nth], size, self._listing.versions[nth], rows, digest.hex())
+
+
+def _digest_of_all(listing: Listing, starts: NDArray[np.int64], digests: NDArray[np.uint8] | None) -> str:
+    whole = hashlib.sha256(starts.tobytes())
+    if digests is not None:
+        whole.update(digests.tobytes())
+    if listing.labels is not None:
+        whole.update(listing.sizes.tobytes() + listing.labels.tobytes() + "\0".join(listing.classes).encode())
+    return whole.hexdigest()
+
+
+def _selected(listing: Listing, kept: NDArray[np.int64]) -> Listing:
+    return replace(
+        listing,
+        names=Texts(listing.names[n] for n in kept),
+        versions=Texts(listing.versions[n] for n in kept),
+        sizes=listing.sizes[kept],
+        rows=listing.rows[kept],
+    )
+
+
+def _summary(
+    listing: Listing, cache: HostFiles, workers: int | None
+) -> tuple[NDArray[np.int64], NDArray[np.uint8], list[tuple[int, str]]]:
+    """Index all files, or read the summary of an earlier start.
+
+    Returns:
+        rows of each file, digests of shape (files, 32), and the numbers of files left out with reasons.
+    """
+    whole = hashlib.sha256(listing.format.name.encode())
+    for column in (listing.names, listing.versions):
+        whole.update(column.packed)
+    whole.update(listing.sizes.tobytes())
+    return cache.opened(
+        f"summary 1 {whole.hexdigest()}", lambda into: _summarize(listing, cache, workers, into), _loaded, keep=True
+    )
+
+
+def _summarize(listing: Listing, cache: HostFiles, workers: int | None, into: Path) -> None:
+    files, shards = ShardFiles(listing, cache), len(listing.names)
+    rows, digests = np.full(shards, _LEFT_OUT, np.int64), np.zeros((shards, 32), np.uint8)
+
+    def index(shard: int) -> str | None:
+        try:
+            found = files.index(shard)
+        except Damaged as error:
+            return error.reason if error.row is None else f"row {error.row}: {error.reason}"
+        except StorageError as error:
+            if not error.absent:
+                raise
+            return str(error)
+        except OSError as error:
+            return f"the file cannot be read ({error.strerror or error})"
+        rows[shard], digests[shard] = found.rows, found.digest
+        return None
+
+    threads = workers or max(len(os.sched_getaffinity(0)), _REMOTE_THREADS * is_url(listing.names[0]))
+    pool = ThreadPoolExecutor(threads)
+    try:
+        reasons = [(shard, reason) for shard, reason in enumerate(pool.map(index, range(shards))) if reason is not None]
+    finally:
+        pool.shutdown(cancel_futures=True)
+    left_out = np.frombuffer(json.dumps(reasons).encode(), np.uint8)
+    with open(into, "wb") as file:
+        np.savez(file, rows=rows, digests=digests, left_out=left_out)
+
+
+def _loaded(path: Path) -> tuple[NDArray[np.int64], NDArray[np.uint8], list[tuple[int, str]]]:
+    with np.load(path) as found:
+        return found["rows"], found["digests"], [tuple(pair) for pair in json.loads(found["left_out"].tobytes())]
