@@ -11,6 +11,7 @@ import typer
 import paceline
 from paceline.cli import (
     check,
+    data,
     doctor,
     evaluate,
     export,
@@ -56,6 +57,7 @@ Commands.known = commands_of(
         "report": Command(report.command, "Runs", "paceline report runs/mine"),
         "why": Command(why.command, "Runs", "paceline why runs/mine --try 2"),
         "trace": Command(trace.command, "Runs", "paceline trace runs/mine --steps 3"),
+        "data": data.COMMAND,
         "plan": plan.COMMAND,
         "check": Command(
             check.command, "Plan", 'paceline check examples/gpt_text.yaml --plan "fsdp=2 tp=2"', starts_ranks=True

@@ -404,6 +404,15 @@ class Corpus:
         return np.concatenate([found, self.read(start + len(found), size - len(found))])
 
 
+class ByteTokenizer:
+    """Conversion of bytes, the tokens of `kind: text`, to text."""
+
+    def decode(self, tokens: Iterable[int]) -> str:
+        """Return the text of tokens; bytes that are not UTF-8 become U+FFFD."""
+        parts = (b"[mask]" if token == MASK else bytes([token]) for token in tokens)
+        return b"".join(parts).decode(errors="replace")
+
+
 class Windows(Dataset[tuple[Tensor, Tensor]]):
     """Adjacent windows of `context` bytes in `corpus[first:end]`.
 
@@ -416,6 +425,7 @@ class Windows(Dataset[tuple[Tensor, Tensor]]):
     """
 
     labels = None
+    tokenizer = ByteTokenizer()
 
     def __init__(self, corpus: Corpus, first: int, end: int, spec: Text, seed: int) -> None:
         self.corpus, self.first, self.context, self.seed, self.epoch = corpus, first, spec.context, seed, 0
