@@ -224,7 +224,7 @@ class ExpertBalance:
             if on_host
             else torch.stack(cast(list[Tensor], counts))
         )
-        if context is not None and normalization.counts:
+        if context is not None and not context.whole and normalization.counts:
             # of the whole sequences
             context.group.all_reduce(items)
         if compute.is_whole_batch:

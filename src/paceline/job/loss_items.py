@@ -126,6 +126,9 @@ def call(model: Callable[..., Any], batch: Batch, *, loss: Loss) -> Any:
     computes the loss.
     """
     inputs, named = _arguments(batch, loss)
+    if "position_ids" in named and getattr(getattr(model, "config", None), "use_cache", False):
+        # with a key-value cache, models of transformers do not look for the documents of packed sequences
+        named["use_cache"] = False
     return model(*inputs, **named)
 
 

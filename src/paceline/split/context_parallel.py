@@ -68,8 +68,11 @@ def divide_context(model: nn.Module, parts: Parts, cp: Group, example: Batch, ca
         if hasattr(module, "set_attn_implementation"):
             context.undo.append(_without_masks(module, cp.size))
     context.undo.append(replace_forward(model, context.run))
+    for module in model.modules():
+        if hasattr(module, "pieces"):
+            module.__dict__["pieces"] = cp.size
     for _, router in routers_of(model):
-        router.pieces, router.sum_over_pieces = cp.size, cp.all_reduce
+        router.sum_over_pieces = cp.all_reduce
     for part in parts.values():
         part.summed.add("cp")
     return context

@@ -13,14 +13,19 @@ from torch import Tensor, nn
 from torch._compile import _disable_dynamo as _not_compiled
 from torch.autograd.function import Function, FunctionCtx
 
+from paceline.device import widest_float
 from paceline.errors import DataError, JobError
 from paceline.job.experts import by_expert, combined, without_values
+from paceline.job.zoo.packed import attend, causal_documents, lengths, numbered
 
 
 class GPT(nn.Module):
     """GPT, which maps tokens (n, t), t ≤ `context`, to next-token logits (n, t, vocab).
 
     The default model has about 3.3 M parameters.
+
+    Attributes:
+        pieces: number of ranks over which each sequence is divided (cp).
 
     Raises:
         JobError: `hidden` is not a multiple of `heads`.
@@ -47,7 +52,7 @@ class GPT(nn.Module):
                 heads=heads,
                 fitting=fitting,
             )
-        self.context = context
+        self.context, self.heads, self.pieces = context, heads, 1
         self.tokens = nn.Embedding(vocab, hidden)
         self.positions = nn.Embedding(context, hidden)
         self.dropout = nn.Dropout(dropout)
@@ -57,16 +62,19 @@ class GPT(nn.Module):
         self.head.weight = self.tokens.weight
         self._initialise(layers)
 
-    def forward(self, tokens: Tensor, position_ids: Tensor | None = None) -> Tensor:
-        """Return logits (n, t, vocab) for the token that follows each of `tokens` (n, t).
+    def forward(self, input_ids: Tensor, position_ids: Tensor | None = None) -> Tensor:
+        """Return logits (n, t, vocab) for the token that follows each token of `input_ids` (n, t).
 
-        Tokens are integers from 0 to `vocab` - 1. `position_ids` (1, t) gives the positions of the tokens if the rank
-        holds only a part of each sequence; the default is 0 to t - 1.
+        Args:
+            input_ids: tokens, integers from 0 to `vocab` - 1.
+            position_ids: positions of the tokens; the default is 0 to t - 1. Positions (n, t) that start again within a
+                sequence divide it into documents, and a token attends only to its own document. If the rank holds
+                only a part of each sequence (cp), the positions (1, t) are those of the rank's tokens.
 
         Raises:
             DataError: the sequences are longer than `context`.
         """
-        length = tokens.shape[1]
+        length = input_ids.shape[1]
         if length > self.context:
             raise DataError(
                 "model.context_exceeded",
@@ -75,13 +83,19 @@ class GPT(nn.Module):
                 length=length,
                 context=self.context,
             )
+        has_documents = position_ids is not None and self.pieces == 1
         if position_ids is None:
-            position_ids = torch.arange(length, device=tokens.device)
-        x = self.dropout(self.tokens(tokens) + self.positions(position_ids))
+            position_ids = torch.arange(length, device=input_ids.device)
+        x = self.dropout(self.tokens(input_ids) + self.positions(position_ids))
+        within = self._within(numbered(position_ids.expand(input_ids.shape)), x) if has_documents else ()
         for block in self.blocks:
-            x = block(x)
+            x = block(x, *within)
         logits: Tensor = self.head(self.norm(x))
         return logits
+
+    def _within(self, documents: Tensor, x: Tensor) -> tuple[Tensor, ...]:
+        """Return the documents of packed sequences in the form that the blocks take."""
+        return (causal_documents(documents, x, self.heads, self.dropout.p if self.training else 0.0),)
 
     def _initialise(self, layers: int) -> None:
         """Initialise like GPT-2, which scales residual projections down with the number of residual additions."""
@@ -105,10 +119,16 @@ class Block(nn.Module):
             nn.Linear(hidden, 4 * hidden), nn.GELU(), nn.Linear(4 * hidden, hidden), nn.Dropout(dropout)
         )
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Map (n, t, hidden) to (n, t, hidden)."""
-        x = x + self.attention(self.attention_norm(x))
-        added: Tensor = self.mlp(self.mlp_norm(x))
+    def forward(self, x: Tensor, within: Tensor | None = None, documents: Tensor | None = None) -> Tensor:
+        """Map (n, t, hidden) to (n, t, hidden).
+
+        Args:
+            within: the documents of packed sequences, in the form that `attend` takes.
+            documents: number of each token's document, shape (n, t), for a mixture of experts.
+        """
+        x = x + self.attention(self.attention_norm(x), within)
+        normed = self.mlp_norm(x)
+        added: Tensor = self.mlp(normed) if documents is None else self.mlp(normed, documents)
         return x + added
 
 
@@ -122,13 +142,15 @@ class Attention(nn.Module):
         self.out = nn.Linear(hidden, hidden)
         self.out_dropout = nn.Dropout(dropout)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Map (n, t, hidden) to (n, t, hidden); each position attends to itself and earlier positions."""
+    def forward(self, x: Tensor, within: Tensor | None = None) -> Tensor:
+        """Map (n, t, hidden) to (n, t, hidden); each position attends to itself and earlier positions.
+
+        `within` limits attention to documents (see `attend`).
+        """
         n, t, hidden = x.shape
         projected = self.query_key_value(x).view(n, t, 3, self.heads, hidden // self.heads)
         query, key, value = projected.permute(2, 0, 3, 1, 4)
-        dropout = self.dropout if self.training else 0.0
-        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True, dropout_p=dropout)
+        mixed = attend(query, key, value, within, self.dropout if self.training else 0.0)
         out: Tensor = self.out_dropout(self.out(mixed.transpose(1, 2).reshape(n, t, hidden)))
         return out
 
@@ -176,7 +198,7 @@ class MoE(GPT):
         top_k: number of experts for each token.
         capacity: factor for the maximum load of an expert. Of a sequence of t tokens, an expert processes at most the
             first ceil(capacity * t * top_k / experts) tokens that chose it, so no token depends on later tokens.
-            Further tokens skip the expert. 0 means no limit.
+            Further tokens skip the expert. In a packed sequence, this limit applies to each document. 0 means no limit.
         balance: weight of the load-balancing loss (see `Router`), which is added to the job's loss for training but is
             not included in the reported loss.
 
@@ -212,6 +234,9 @@ class MoE(GPT):
                 Router(hidden, experts, top_k, capacity, balance), Experts(experts, hidden, 4 * hidden, layers), dropout
             )
 
+    def _within(self, documents: Tensor, x: Tensor) -> tuple[Tensor, ...]:
+        return (*super()._within(documents, x), documents)
+
 
 class Mixture(nn.Module):
     """Mixture of experts, which returns the weighted sum (n, t, hidden) of each token's experts.
@@ -223,9 +248,9 @@ class Mixture(nn.Module):
         super().__init__()
         self.router, self.experts, self.dropout = router, experts, nn.Dropout(dropout)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, documents: Tensor | None = None) -> Tensor:
         n, t, hidden = x.shape
-        top_k_index, top_k_weights = self.router(x)
+        top_k_index, top_k_weights = self.router(x, documents)
         k = top_k_index.shape[-1]
         mixed = self.experts(x.reshape(n * t, hidden), top_k_index.view(n * t, k), top_k_weights.view(n * t, k))
         out: Tensor = self.dropout(mixed.view(n, t, hidden))
@@ -243,7 +268,8 @@ class Router(nn.Module):
     per sequence as in DeepSeek-V3, arXiv:2412.19437, eq. 17 to 20). A loss from means over a batch would depend on how
     the batch is divided; a mean over sequences does not. The backward pass adds the gradient of this loss without its
     value (see `_Besides`), so every pipeline stage adds the loss of its own layers. If a sequence is divided over ranks
-    (cp), the fractions f_i cover the whole sequence, but the capacity applies to each part.
+    (cp), the fractions f_i cover the whole sequence, but the capacity applies to each part. A packed sequence counts as
+    one sequence here, although the capacity applies to each of its documents.
     """
 
     taken: Tensor
@@ -260,8 +286,10 @@ class Router(nn.Module):
         self.pieces = 1  # number of ranks over which each sequence is divided
         self.sum_over_pieces: Callable[[Tensor], object] = lambda counts: None
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor, documents: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return experts and weights, both (n, t, top_k), for tokens (n, t, hidden).
+
+        `documents` has the number of each token's document, shape (n, t), if the sequences are packed.
 
         A dropped choice has the expert index `experts`. The weights of a token's experts sum to 1 before choices are
         dropped. With `top_k` = 1, the weight is the expert's probability, because a constant weight would give the
@@ -278,11 +306,24 @@ class Router(nn.Module):
         if self.training and self.balance and torch.is_grad_enabled():
             weights = _Besides.apply(weights, self._balance_loss(probabilities, index))
         if self.capacity:
-            full = _beyond(index, experts, math.ceil(self.capacity * x.shape[1] * self.top_k / experts))
+            full = self._beyond_capacity(index, experts, documents)
             weights, index = weights.masked_fill(full, 0.0), index.masked_fill(full, experts)
         if self.training:
             self._count(index)
         return index, weights
+
+    def _beyond_capacity(self, index: Tensor, experts: int, documents: Tensor | None) -> Tensor:
+        """Return a mask (n, t, k) of the choices that exceed an expert's capacity.
+
+        The capacity applies to each sequence, or to each document of a packed sequence.
+        """
+        n, t, _ = index.shape
+        if documents is None:
+            rows = torch.arange(n, device=index.device).view(n, 1, 1)
+            return _earlier(index + experts * rows) >= math.ceil(self.capacity * t * self.top_k / experts)
+        tokens = lengths(documents).to(widest_float(index.device))
+        most = (self.capacity * tokens * self.top_k / experts).ceil()
+        return _earlier(index + experts * documents.unsqueeze(2)) >= most.unsqueeze(2)
 
     def _balance_loss(self, probabilities: Tensor, index: Tensor) -> Tensor:
         n, t, experts = probabilities.shape
@@ -323,15 +364,13 @@ class _Besides(Function):
         return gradient, torch.ones_like(ctx.saved_tensors[0])
 
 
-def _beyond(index: Tensor, experts: int, capacity: int) -> Tensor:
-    """Return a mask (n, t, k) of the choices that exceed an expert's `capacity`."""
-    n = index.shape[0]
-    # one group for each expert in each sequence
-    place = (index + experts * torch.arange(n, device=index.device).view(n, 1, 1)).flatten()
+def _earlier(groups: Tensor) -> Tensor:
+    """Return the number of earlier choices in the group of each choice (n, t, k)."""
+    place = groups.flatten()
     of_place, order = place.sort(stable=True)
     first = torch.searchsorted(of_place, of_place)  # position in `order` at which each choice's group begins
-    before = torch.arange(len(order), device=index.device) - first
-    return torch.empty_like(before).scatter(0, order, before).view(index.shape) >= capacity
+    before = torch.arange(len(order), device=groups.device) - first
+    return torch.empty_like(before).scatter(0, order, before).view(groups.shape)
 
 
 class Experts(nn.Module):
