@@ -93,7 +93,10 @@ def mixture(sizes: list[list[int]], weights: Any, **keys: Any) -> Mixture:
     offsets = np.concatenate(([0], np.cumsum([sum(size) for size in sizes]))).tolist()[:-1]
     schedule = weights if isinstance(weights[0], tuple) else [(0, weights)]
     return Mixture(
-        sources, offsets, schedule, **{"seed": 1, "epoch": 0, "batch": 8, "steps": 50, "windows": [64] * 9, **keys}
+        sources,
+        offsets,
+        schedule,
+        **{"seed": 1, "epoch": 0, "batch": 8, "samples": 10**6, "steps": 50, "windows": [64] * 9, **keys},
     )
 
 
@@ -130,9 +133,10 @@ def test_weights_follow_their_schedule() -> None:
     assert order.counts(10) == [80, 0]
     assert order.counts(20) == [120, 40]
     assert order.counts(30) == [120, 120]
-    later = mixture([[1000], [1000]], [(0, [1, 0]), (60, [0, 1])], batch=8, epoch=1)
-    assert later.counts(10) == [480, 0]
-    assert later.counts(20) == [480, 80]
+    later = mixture([[1000], [1000]], [(0, [1, 0]), (60, [0, 1])], batch=8, epoch=1, samples=396)
+    assert later.counts(0) == [396, 0]
+    assert later.counts(10) == [476, 0]
+    assert later.counts(20) == [476, 80]
 
 
 def test_ranks_of_a_mixture_get_every_source_in_proportion() -> None:

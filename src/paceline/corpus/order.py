@@ -48,7 +48,6 @@ class Order:
         lanes = min(batch, _MOST_LANES)
         # first slot of each lane; a last lane holds what is left after the full batches
         self._slots = np.arange(lanes + 1) * batch // lanes
-        self._lane_of_slot = np.repeat(np.arange(lanes), np.diff(self._slots))
         self._lanes = np.append(self._slots * self._steps, self.samples)
         counts = np.diff(starts)
         self._shards: Ints = self._random(0).permutation(len(counts)) if shuffle else np.arange(len(counts))
@@ -95,7 +94,8 @@ class Order:
         last = slot + end - first
         if last <= slot:
             return
-        for lane in range(int(self._lane_of_slot[slot]), int(self._lane_of_slot[last - 1]) + 1):
+        first_lane, last_lane = (np.searchsorted(self._slots, (slot, last - 1), side="right") - 1).tolist()
+        for lane in range(first_lane, last_lane + 1):
             lane_first, lane_end = int(self._slots[lane]), int(self._slots[lane + 1])
             begin, stop = max(slot, lane_first), min(last, lane_end)
             yield lane, begin - slot, stop - begin, step * (lane_end - lane_first) + begin - lane_first
@@ -178,7 +178,7 @@ class Mixture:
         sources: first sample number of each shard of every source, as in `Order`.
         offsets: first number of each source's samples in the numbers that `rows` returns.
         schedule: (first step of the run, weight of each source), in the order of steps; the first step is 0.
-        steps: number of steps of an epoch.
+        samples, steps: number of samples and of steps of an epoch.
     """
 
     def __init__(
@@ -190,6 +190,7 @@ class Mixture:
         seed: int,
         epoch: int,
         batch: int,
+        samples: int,
         steps: int,
         windows: Sequence[int],
         shuffle: bool = True,
@@ -197,8 +198,9 @@ class Mixture:
         self.sources, self.offsets, self.batch, self.seed, self.shuffle = sources, offsets, batch, seed, shuffle
         self.windows = windows
         self._first_shards = [0, *accumulate(len(starts) - 1 for starts in sources)]
-        self._first_step = epoch * steps
-        self._schedule = [(step, _fractions(weights)) for step, weights in schedule]
+        self.samples, self._first = samples, epoch * samples
+        begins = [step // steps * samples + step % steps * batch for step, _ in schedule]
+        self._schedule = [(first, _fractions(weights)) for first, (_, weights) in zip(begins, schedule, strict=True)]
         # a source's own batches: what it contributes to a batch at the start
         self._batches = [max(1, round(batch * w / sum(schedule[0][1]))) for w in schedule[0][1]]
         self._orders: OrderedDict[tuple[int, int], Order] = OrderedDict()
@@ -208,13 +210,13 @@ class Mixture:
 
         Earlier epochs count, too.
         """
-        step += self._first_step
+        until = self._first + min(step * self.batch, self.samples)
         counts = [0] * len(self.sources)
         ends = [first for first, _ in self._schedule[1:]]
-        for (first, fractions), end in zip(self._schedule, [*ends, step], strict=True):
-            length = min(end, step) - first
+        for (first, fractions), end in zip(self._schedule, [*ends, until], strict=True):
+            length = min(end, until) - first
             if length > 0:
-                counts = [a + b for a, b in zip(counts, _shared(length * self.batch, fractions), strict=True)]
+                counts = [a + b for a, b in zip(counts, _shared(length, fractions), strict=True)]
         return counts
 
     def rows(self, first: int, end: int) -> Ints:

@@ -81,13 +81,13 @@ class ShardFiles:
 
     def fetch(self, shard: int) -> None:
         """Make the copy of a file, if it needs one and has none."""
-        if not self._is_in_place(shard):
+        if not self.is_in_place(shard):
             with self._naming(shard):
                 self._cache.path(self._key("copy", shard), partial(self._copy, shard))
 
     def is_local(self, shard: int) -> bool:
         """Return True if a file can be opened without a download or conversion."""
-        return self._is_in_place(shard) or self._cache.has(self._key("copy", shard))
+        return self.is_in_place(shard) or self._cache.has(self._key("copy", shard))
 
     def index(self, shard: int) -> Index:
         """Return the index of a file, from the cache if possible.
@@ -117,7 +117,7 @@ class ShardFiles:
     def _read(self, shard: int, read: Callable[[Path], _Opened]) -> _Opened:
         """Return `read(path)` for a readable copy of a file."""
         with self._naming(shard):
-            if self._is_in_place(shard):
+            if self.is_in_place(shard):
                 path = Path(self.listing.names[shard])
                 found = read(path)
                 self._check_unchanged(shard, path)
@@ -152,7 +152,8 @@ class ShardFiles:
         if (about.st_size, str(about.st_mtime_ns)) != (self.listing.sizes[shard], self.listing.versions[shard]):
             raise Damaged(str(path), None, "the size or time of modification of the file has changed since the start")
 
-    def _is_in_place(self, shard: int) -> bool:
+    def is_in_place(self, shard: int) -> bool:
+        """Return True if a file is read without a copy in the cache."""
         name = self.listing.names[shard]
         return self.listing.format.prepare is None and not is_url(name) and not is_compressed(name)
 

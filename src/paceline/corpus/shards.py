@@ -178,6 +178,11 @@ class Corpus:
         """Download, decompress and convert a file now, unless its rows can be read already."""
         self._files.fetch(shard)
 
+    @property
+    def reads_in_place(self) -> bool:
+        """True if no file has to be downloaded, decompressed or converted."""
+        return all(map(self._files.is_in_place, range(len(self.shards))))
+
     def is_local(self, shard: int) -> bool:
         """Return True if a file can be read without a download or conversion."""
         return self._files.is_local(shard)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from multiprocessing.util import Finalize
 from typing import Any, NamedTuple
@@ -18,8 +18,9 @@ from torch._C import _remove_worker_pids, _set_worker_pids
 from torch.utils.data import Dataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
+from paceline.corpus.host_files import FetchAhead
 from paceline.data.loader_processes import Begin, SmallBatch, Workers, as_sent, failed, make_room_for_sockets
-from paceline.data.samples import Collate, LoaderFailure, RequestedSamples, SampleRequest, Shortened
+from paceline.data.samples import Collate, CountedBatch, LoaderFailure, RequestedSamples, SampleRequest
 from paceline.data.stream import SamplerStream
 from paceline.data.whole import BatchShard, Flow, digest_of
 from paceline.errors import DataError, PlanError
@@ -28,17 +29,21 @@ from paceline.job.partition import Partition, Place
 from paceline.job.samples import in_users_data
 from paceline.own_random import kept_random
 
+_LOOKED_AHEAD_EVERY = 16  # steps between looks at the shards that are read next
+
 
 class Position(NamedTuple):
     """Epoch and step of a batch (both 0-based), and its number of samples.
 
-    `local` is the number of samples on this replica; `total` is the number on all replicas.
+    `local` is the number of samples on this replica; `total` is the number on all replicas. `counts` are further
+    numbers of this replica's batch, by name, such as `replaced` samples.
     """
 
     epoch: int
     step: int
     local: int
     total: int
+    counts: Mapping[str, int] = {}
 
 
 class Loader:
@@ -100,6 +105,7 @@ class Loader:
         self._batches: Iterator[Any] | None = None  # torchdata's iterator of the running iteration
         # torchdata's iterator before the iteration begins, if loader processes were started early
         self._started: Iterator[Any] | None = None
+        self._fetches = _fetch_ahead(dataset)
         self._read_by = [partition.replica, partition.replicas, self.num_workers]
         self._needs_samples = ""
         self._next: tuple[int, int]  # epoch and step of the next batch
@@ -159,10 +165,13 @@ class Loader:
                 if received is None:  # the stream of one loader process ended
                     continue
                 step += 1
+                if step % _LOOKED_AHEAD_EVERY == 0:
+                    self._fetch_ahead(epoch, step)
                 yield on_device(received[0], self.device)
                 if self._batches is not batches:  # a state was loaded, or another iteration began
                     return
             self._next, self._turn = (epoch + 1, 0), 0
+            self._fetch_ahead(epoch + 1, 0)
             self._resume_from, self._batches = self._reader_state(), None
             if not self.workers.persistent:
                 self.close()
@@ -230,6 +239,8 @@ class Loader:
         samples = self._samples.length()
         if samples is None or (isinstance(partition, Partition) and partition.held_samples != partition.samples):
             return []
+        if (digest := getattr(dataset, "digest", None)) is not None:
+            return [samples, *digest]
         found = [samples]
         if isinstance(partition, Flow) or self._looks.stateful or hasattr(dataset, "set_epoch"):
             return found
@@ -239,6 +250,11 @@ class Loader:
                 digest, again = (digest_of(self._looks.sample(index, 0, seed=0)) for _ in range(2))
                 found.append(digest if digest == again else 0)
         return found
+
+    @property
+    def dataset(self) -> Dataset[Any]:
+        """The dataset that this process reads."""
+        return self._looks.dataset
 
     @property
     def name(self) -> str:
@@ -371,6 +387,8 @@ class Loader:
         """
         reader = self._reader_state()
         self._end_processes()
+        if self._fetches is not None:
+            self._fetches.close()
         self._open(self._next, reader)
 
     def _open(self, start: tuple[int, int], reader: dict[str, Any] | None) -> None:
@@ -455,12 +473,18 @@ class Loader:
             if self.num_workers:
                 raise self._failed_processes(error) from error
             raise
+        self._fetch_ahead(epoch, start)
         if self.num_workers and batches._worker_pids_set:
             # torch's SIGCHLD handler would interrupt the main thread anywhere, even while it waits for other ranks.
             # `_read` registers the processes only while it waits for a batch.
             _remove_worker_pids(id(batches))
             batches._worker_pids_set = False
         return batches
+
+    def _fetch_ahead(self, epoch: int, step: int) -> None:
+        """Fetch the shards that this replica reads next, in the background."""
+        if self._fetches is not None and isinstance(self.partition, Partition):
+            self._fetches.want(self.partition.shards_from(epoch, step))
 
     def _read(self, batches: Any) -> Any:
         if not self.num_workers:
@@ -481,9 +505,9 @@ class Loader:
             explained = DataError.of_problems(batch.problems)
             explained.from_users_code = True
             raise explained from batch.cause
-        self.left_out = []
-        if isinstance(batch, Shortened):
-            batch, self.left_out = batch.batch, batch.left_out
+        self.left_out, counts = [], {}
+        if isinstance(batch, CountedBatch):
+            batch, self.left_out, counts = batch.batch, batch.left_out, batch.counts
         read_whole = isinstance(batch, BatchShard)
         if isinstance(batch, BatchShard):
             if isinstance(self.partition, Flow):
@@ -502,7 +526,7 @@ class Loader:
         local = self.partition.shares(step, epoch)[self.partition.replica] if read_whole else len(self.indices)
         local, total = local - len(self.left_out), self.partition.size(step)
         # How many samples the other replicas omitted is unknown, see `check_weight`.
-        self.position = Position(epoch, step, local, local if self.partition.replicas == 1 else total)
+        self.position = Position(epoch, step, local, local if self.partition.replicas == 1 else total, counts)
         last = isinstance(self.partition, Partition) and step + 1 == self.partition.steps_per_epoch
         self._next = (epoch + 1, 0) if last else (epoch, step + 1)
         return (self.example(1) if batch is None and self.fills_empty else batch,)
@@ -536,6 +560,11 @@ class Loader:
         return self._loader.state_dict() if self._samples.stateful and self._batches is not None else self._resume_from
 
 
+def _fetch_ahead(dataset: Any) -> FetchAhead | None:
+    dataset = in_users_data(dataset, [])[0]
+    return FetchAhead(dataset.fetch) if hasattr(dataset, "epoch_order") and not dataset.reads_in_place else None
+
+
 def _end_processes(loader: StatefulDataLoader[Any]) -> None:
     """End the existing loader processes.
 
@@ -566,6 +595,8 @@ def changed_data(saved: list[int] | None, now: list[int] | None) -> str | None:
 def _order_of(partition: Partition) -> dict[str, int | bool]:
     """Return the settings that determine the samples of a step, for any number of replicas."""
     found = {"samples": partition.samples, "batch_size": partition.global_batch, "shuffle": partition.shuffle}
+    if partition.shards is not None:
+        found["shuffle_window"] = partition.shards.window
     return found | ({"seed": partition.seed} if partition.shuffle else {"seed": 0})
 
 

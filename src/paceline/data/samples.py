@@ -114,7 +114,8 @@ class RequestedSamples(Dataset[Any]):
 
     def _read(self, request: SampleRequest) -> Any:
         batch = self.read(request.indices, (request.epoch, request.step))
-        return Shortened(batch, self.left_out) if self.left_out else batch
+        counts = getattr(in_users_data(self.dataset, [])[0], "counts", None) if request.indices else None
+        return CountedBatch(batch, self.left_out, counts or {}) if self.left_out or counts else batch
 
     def read(self, indices: list[int], at: tuple[int, int] | None = None) -> Any:
         """Read these samples as one collated batch; return None if `indices` is empty.
@@ -230,6 +231,8 @@ class RequestedSamples(Dataset[Any]):
         return indices
 
     def _error(self, indices: list[Any], error: Exception) -> DataError:
+        if isinstance(error, DataError):  # of a data set of ours, which names the file and the row
+            return error
         indices = in_users_data(self.dataset, indices)[1]
         which = f"sample {indices[0]}" if len(indices) == 1 else f"the batch of samples {_listed(indices)}"
         explained = DataError(
@@ -257,11 +260,17 @@ class RequestedSamples(Dataset[Any]):
 
 
 @dataclass(frozen=True)
-class Shortened:
-    """A batch from which `collate_fn` omitted samples, because they are None."""
+class CountedBatch:
+    """A batch about which the dataset told more than its tensors.
+
+    Attributes:
+        left_out: indices of the samples that `collate_fn` omitted, because they are None.
+        counts: numbers of this batch for the record, from the dataset's attribute `counts`, by name.
+    """
 
     batch: Any
     left_out: list[Any]
+    counts: dict[str, int]
 
 
 @dataclass(frozen=True)

@@ -17,11 +17,13 @@ from pydantic import (
     ValidatorFunctionWrapHandler,
     WrapValidator,
     field_validator,
+    model_validator,
 )
 
 from paceline.errors import DataError, InvalidValue, StorageError
 from paceline.job.spec import Args, Spec, resolve_import_path
 from paceline.storage.url import DATA_VERSIONS, checked_url, is_url, local_path
+from paceline.text import nearest
 
 if TYPE_CHECKING:
     from paceline.job.samples import DataSets
@@ -51,7 +53,7 @@ DataPath = Annotated[Path, WrapValidator(_path_or_url), PlainSerializer(str, whe
 
 
 _SHARE_OF = {"digits", "synthetic"}  # types without files
-_PATHS = ("path", "held_out_path", "factory", "held_out_factory", "collate", "collate_held_out")
+_PATHS = ("path", "held_out_path", "factory", "held_out_factory", "collate", "collate_held_out", "map")
 
 
 class _Data(Spec):
@@ -210,6 +212,17 @@ class Images(_Data):
     shape: ImageShape | None = None
 
 
+def _one_or_several(value: Any) -> Any:
+    return value if isinstance(value, (list, tuple)) else (value,)
+
+
+Paths = Annotated[
+    tuple[DataPath, ...],
+    AfterValidator(_not_empty),  # not `min_length`, because its error message would show the secrets in a URL
+    BeforeValidator(_one_or_several),
+]
+
+
 class Text(_Data):
     """Text files or folders of text files, read as bytes (vocabulary 256).
 
@@ -220,11 +233,7 @@ class Text(_Data):
     """
 
     kind: Literal["text"]
-    path: Annotated[
-        tuple[DataPath, ...],
-        AfterValidator(_not_empty),  # not `min_length`, because its error message would show the secrets in a URL
-        BeforeValidator(lambda v: v if isinstance(v, (list, tuple)) else (v,)),
-    ]
+    path: Paths
     context: int = Field(default=128, ge=1)
     objective: Literal["causal", "masked"] = "causal"
     suffixes: tuple[str, ...] = (".txt", ".md", ".rst", ".py")  # pattern that selects files of a folder
@@ -243,6 +252,90 @@ class Arrays(_Data):
     path: DataPath
     inputs: str | Annotated[tuple[str, ...], Field(min_length=1)] = "x"
     target: str = "y"
+
+
+class FileSpec(_Data):
+    """Keys of data whose samples are read from files while the run trains.
+
+    The files have local paths or URLs, which may be globs. Only the index of the files is kept in memory. A URL's files
+    are fetched shard by shard, before they are needed.
+    """
+
+    path: Paths
+    held_out_path: Annotated[Paths | None, BeforeValidator(lambda v: None if v is None else _one_or_several(v))] = None
+    format: Literal["jsonl", "lines", "text", "csv", "parquet", "arrow", "tar", "mds", "images"] | None = None
+    # number of samples, at each place of the files that a batch reads from, that are shuffled together
+    shuffle_window: int = Field(default=4096, ge=1)
+    # what to do with files and rows that cannot be read: stop the run, or train on others and count them
+    on_bad_shard: Literal["stop", "skip"] = "stop"
+    # maximum size of this host's copies of files, in GiB (fetched, decompressed or converted)
+    cache_gb: float = Field(default=32.0, gt=0)
+
+    def fetch(self) -> dict[str, str]:
+        """Return no environment variables, because shards are fetched while the run trains."""
+        return {}
+
+    def _with_paths(self, copy_of: Callable[[str], Path]) -> Self:
+        return self
+
+
+class Records(FileSpec):
+    """Rows of JSONL, text, CSV, Parquet, Arrow, WebDataset tars, MosaicML shards (MDS) or folders of images.
+
+    A row is a dict of columns. `columns` selects columns, or renames them (`{new: old}`). `map` names a function that
+    turns a row into a sample; it runs in the loader processes. Without `map`, a sample is `(inputs …, target)` if
+    `inputs` and `target` name columns, and otherwise a dict of all columns. Columns of bytes are decoded as images,
+    resized to cover `shape` and cropped around the centre, as with `kind: images`.
+    """
+
+    kind: Literal["records"]
+    columns: Annotated[tuple[str, ...], Field(min_length=1)] | dict[str, str] | None = None
+    map: str | None = None
+    inputs: str | Annotated[tuple[str, ...], Field(min_length=1)] | None = None
+    target: str | None = None
+    shape: ImageShape | None = None  # by default, the shape that the model needs
+
+
+class Stage(Spec):
+    """Weights of the sources of a mixture from a step on."""
+
+    step: int = Field(ge=1)
+    weights: dict[str, Annotated[float, Field(ge=0, allow_inf_nan=False)]]
+
+
+class Mixture(_Data):
+    """Samples of several sources, drawn by weight; `sources` maps names to data of other kinds.
+
+    A batch has samples of all sources in proportion to `weights`; `schedule` changes the weights at later steps. An
+    epoch has as many samples as all sources together, each counted `repeat` times. Without weights, an epoch has each
+    sample `repeat` times. A source that ends begins again, in another order. Each source has its own `held_out` and
+    `limit`.
+    """
+
+    kind: Literal["mixture"]
+    sources: Annotated[dict[str, Records], Field(min_length=1)]
+    weights: dict[str, Annotated[float, Field(ge=0, allow_inf_nan=False)]] | None = None
+    repeat: dict[str, Annotated[float, Field(gt=0, allow_inf_nan=False)]] = Field(default_factory=dict)
+    schedule: tuple[Stage, ...] = ()
+
+    @model_validator(mode="after")
+    def _names_exist(self) -> Self:
+        named = [self.weights or {}, self.repeat, *(stage.weights for stage in self.schedule)]
+        for name in (name for weights in named for name in weights):
+            if name not in self.sources:
+                raise InvalidValue(
+                    "data.source_unknown",
+                    "there is no source {name}. {hint}",
+                    name=name,
+                    hint=nearest(name, self.sources),
+                )
+        for weights in (named[0], *named[2:]):
+            if weights and not sum(weights.values()):
+                raise InvalidValue("data.weights_zero", "the weights of the sources are all 0. Make one positive.")
+        steps = [stage.step for stage in self.schedule]
+        if sorted(set(steps)) != steps:
+            raise InvalidValue("data.schedule_order", "the steps of data.schedule must increase")
+        return self
 
 
 class Custom(_Data):
@@ -272,7 +365,9 @@ class Synthetic(_Data):
 
 
 DataSpec = Annotated[
-    Annotated[Digits | Cifar10 | Images | Text | Arrays | Custom | Synthetic, Field(discriminator="kind")],
+    Annotated[
+        Digits | Cifar10 | Images | Text | Arrays | Records | Mixture | Custom | Synthetic, Field(discriminator="kind")
+    ],
     BeforeValidator(_Data.long_form),
 ]
 

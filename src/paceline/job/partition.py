@@ -7,7 +7,7 @@ communication.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
 from typing import Annotated, Any, ClassVar, Literal, Protocol
 
@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field, model_validator
 
+from paceline.corpus.order import Mixture
 from paceline.errors import DataError, InvalidValue, PlanError
 from paceline.job.spec import Spec
 
@@ -74,6 +75,7 @@ class Partition:
         leaves_empty: whether the global batch may be smaller than the number of replicas; some replicas then have no
             sample.
         labels: the class of each sample, integers of shape (samples,); only with `stratified`.
+        shards: a data set that defines the order of its samples, because it reads them from shards.
 
     Attributes:
         changes: shares that replace the weights, each with its first step; empty unless `moves` is True.
@@ -99,17 +101,19 @@ class Partition:
         labels: NDArray[Any] | None = None,
         drop_last: bool = False,
         leaves_empty: bool = False,
+        shards: ShardOrder | None = None,
     ) -> None:
         _check_sizes(samples, global_batch, 1 if leaves_empty else replicas)
         weights = _weights(spec, replicas)
         self.samples, self.global_batch, self.seed, self.shuffle = samples, global_batch, seed, spec.shuffle
         self.replica, self.replicas = replica, replicas
         self.changes = ShareChanges(replicas, global_batch)
+        self.shards = shards
         self.held_samples = samples  # length of the dataset that this replica opens
         self.steps_per_epoch = samples // global_batch if drop_last else -(-samples // global_batch)
         self._deal: _Deal
         if spec.kind == "uniform":
-            self._deal = _Uniform(self, weights)
+            self._deal = _Uniform(self, weights) if shards is None else _Sharded(self, weights, shards)
         elif spec.kind == "stratified":
             self._deal = _Stratified(self, weights, _class_codes(labels, samples))
         else:
@@ -140,6 +144,55 @@ class Partition:
         A list may be empty if the last batch has fewer samples than there are replicas.
         """
         return self._deal.batches(epoch, start_step)
+
+    def drawn(self, epoch: int, step: int) -> list[int]:
+        """Return how many samples of each source were drawn before a step.
+
+        Earlier epochs count, too. Without sources, the list is empty.
+        """
+        order = self._deal.order_of(epoch) if isinstance(self._deal, _Sharded) else None
+        return order.counts(step) if isinstance(order, Mixture) else []
+
+    def shards_from(self, epoch: int, step: int) -> list[int]:
+        """Return the shards that this replica reads next, in the order of need.
+
+        The list begins with `step` and ends some time ahead, at the latest with the epoch. Without shards, the list is
+        empty.
+        """
+        if not isinstance(self._deal, _Sharded) or self.shards is None or step >= self.steps_per_epoch:
+            return []
+        first, end = self._deal.slots(epoch, step)
+        return self._deal.order_of(epoch).shards_from(first, end, self.shards.window)
+
+
+class EpochOrder(Protocol):
+    """The order of an epoch's samples; positions are `step * global_batch + slot`."""
+
+    def rows(self, first: int, end: int) -> Ints:
+        """Return the samples at the positions `first` to `end - 1`, all of one batch."""
+
+    def shards_from(self, first: int, end: int, ahead: int) -> list[int]:
+        """Return the shards that these positions read, in this batch and in later batches."""
+
+
+class ShardOrder(Protocol):
+    """A data set that defines the order of its samples.
+
+    Attributes:
+        window: number of samples that are shuffled together.
+    """
+
+    window: int
+
+    def epoch_order(
+        self, seed: int, epoch: int, batch: int, *, steps: int, shuffle: bool, part: tuple[int, int] | None = None
+    ) -> EpochOrder:
+        """Return the order of an epoch.
+
+        Args:
+            batch, steps: number of samples of a full batch, and of batches in an epoch.
+            part: first and end of a range of samples, which are then counted from the first; None for all samples.
+        """
 
 
 def even_shard(samples: int, replica: int, replicas: int) -> slice:
@@ -197,6 +250,36 @@ class _Uniform:
                 begin, end = self.cuts(epoch, step)[part.replica : part.replica + 2].tolist()
             first = step * part.global_batch
             yield order[first + begin : first + end].tolist()
+
+
+class _Sharded(_Uniform):
+    """Uniform partition in the order of a data set that reads shards."""
+
+    def __init__(self, partition: Partition, weights: Floats, shards: ShardOrder) -> None:
+        super().__init__(partition, weights)
+        self._shards = shards
+        self._orders: dict[int, EpochOrder] = {}
+
+    def order_of(self, epoch: int) -> EpochOrder:
+        """Return the order of an epoch; the orders of two epochs are kept."""
+        if epoch not in self._orders:
+            part = self.partition
+            kept = list(self._orders.items())[-1:]
+            steps = part.steps_per_epoch
+            own = self._shards.epoch_order(part.seed, epoch, part.global_batch, steps=steps, shuffle=part.shuffle)
+            self._orders = dict([*kept, (epoch, own)])
+        return self._orders[epoch]
+
+    def slots(self, epoch: int, step: int) -> tuple[int, int]:
+        """Return the first and end position of this replica's part of a step's batch."""
+        part = self.partition
+        begin, end = self.cuts(epoch, step)[part.replica : part.replica + 2].tolist()
+        return step * part.global_batch + begin, step * part.global_batch + end
+
+    def batches(self, epoch: int, start_step: int) -> Iterator[list[int]]:
+        order = self.order_of(epoch)
+        for step in range(start_step, self.partition.steps_per_epoch):
+            yield order.rows(*self.slots(epoch, step)).tolist()
 
 
 class _Stratified(_Uniform):
@@ -269,13 +352,24 @@ class _Hierarchical:
 
     def batches(self, epoch: int, start_step: int) -> Iterator[list[int]]:
         part, host = self.partition, self.host
-        order = _order(part, int(self.sizes[host]), epoch, host) + self.first_sample[host]
+        order = self._rows_of(epoch, host)
         place = int(np.searchsorted(self.members[host], part.replica))
         first = int(self.counts[:start_step, host].sum())
         for count in self.counts[start_step : part.steps_per_epoch, host].tolist():
             cuts = _cuts(self.bounds[host], count)
-            yield order[first + cuts[place] : first + cuts[place + 1]].tolist()
+            yield order(int(first + cuts[place]), int(first + cuts[place + 1])).tolist()
             first += count
+
+    def _rows_of(self, epoch: int, host: int) -> Callable[[int, int], NDArray[np.integer[Any]]]:
+        """Return a function that gives the host's samples between two positions of an epoch."""
+        part, size, first = self.partition, int(self.sizes[host]), int(self.first_sample[host])
+        if part.shards is None:
+            order = _order(part, size, epoch, host) + first
+            return lambda begin, end: order[begin:end]
+        # the host's parts of batches vary in size, so all its samples are divided like one batch
+        rows = (first, first + size)
+        own = part.shards.epoch_order(part.seed, epoch, size, steps=1, shuffle=part.shuffle, part=rows)
+        return lambda begin, end: own.rows(begin, end) + first
 
 
 def _check_sizes(samples: int, global_batch: int, replicas: int) -> None:

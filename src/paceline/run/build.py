@@ -20,7 +20,7 @@ from paceline.errors import ClusterError, DataError
 from paceline.job.job import Job
 from paceline.job.parameters import names_of
 from paceline.job.partition import Partition
-from paceline.job.samples import DataSets
+from paceline.job.samples import DataSets, in_users_data
 from paceline.planning.plan import Plan
 from paceline.run.convert import WeightSource, fitted, load_weights, weights_from
 from paceline.split.layout import Part, ShardLayout, predicted_bytes
@@ -183,6 +183,10 @@ def loader_of(job: Job, mesh: Mesh, data: DataSets, num_workers: int = 0) -> Loa
     """
     hosts = mesh.data_rank_hosts
     host_samples = _host_samples(job, data, mesh.world)
+    own = in_users_data(data.train, [])[0]
+    shards = own if hasattr(own, "epoch_order") else None
+    if shards is not None and host_samples is None:
+        _check_same_shards(shards.digest, mesh.world)
     partition = Partition(
         job.partition,
         samples=len(data.train) if host_samples is None else sum(host_samples),  # type: ignore[arg-type]
@@ -194,9 +198,23 @@ def loader_of(job: Job, mesh: Mesh, data: DataSets, num_workers: int = 0) -> Loa
         host_samples=host_samples,
         labels=getattr(data.train, "labels", None),
         drop_last=job.drop_last,
+        shards=shards,
     )
     workers = num_workers or job.data.num_workers
     return Loader(data.train, partition, num_workers=workers, pin_memory=has_pinned_memory(mesh.world.device))
+
+
+def _check_same_shards(digest: list[int], group: Group) -> None:
+    """Refuse files that differ between the hosts of a run."""
+    digests = group.gather_json(digest)
+    for host, found in zip(group.hosts, digests, strict=True):
+        if found != digests[0]:
+            raise DataError(
+                "data.files_differ",
+                "the files of data.path on host {host} differ from the files on host 0: other sizes, contents or "
+                "numbers of rows. Copy the same files to every host, or read them from a URL.",
+                host=host,
+            )
 
 
 def predicted_state_bytes(job: Job, engine: RankEngine) -> int:

@@ -20,6 +20,7 @@ from paceline.job.samples import DataSets
 from paceline.job.stop import StopRule
 from paceline.run.record.recorder import Events, StepInfo
 from paceline.run.record.run import Run
+from paceline.run.record.shards import changed_files, note_shards
 from paceline.run.recovery.mirror import LastGood
 from paceline.state.checkpoint import restore, snapshot
 from paceline.state.manifest import checkpoints
@@ -222,6 +223,8 @@ class Checkpoints:
         self.rejected: list[int] = []
         self._fingerprint = engine.loader.fingerprint()
         self._rewinds = 0
+        if group.rank == 0:
+            note_shards(run, engine.loader, events)
 
     def after_step(self, info: StepInfo) -> None:
         """Begin a checkpoint if it is due, except after the run's last step."""
@@ -291,7 +294,7 @@ class Checkpoints:
             "the data set of {run} has changed: {change}. A resumed run would have different validation samples "
             "and a different sample order. Restore the data set, or start a new run without --resume.",
             run=self.run.path,
-            change=what,
+            change=changed_files(self.run, self.engine.loader) or what,
         )
 
     def rewind(self, result: StepResult) -> None:

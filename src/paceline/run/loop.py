@@ -19,8 +19,9 @@ from paceline.job.experts import add_counts
 from paceline.job.job import Job
 from paceline.job.loss import Metric, build_metrics
 from paceline.job.partition import Partition
-from paceline.job.samples import DataSets, apart
+from paceline.job.samples import DataSets, apart, in_users_data
 from paceline.job.stop import StopRule
+from paceline.job.zoo.mixture import MixedSamples
 from paceline.rank_environment import is_our_rank
 from paceline.run.build import predicted_state_bytes
 from paceline.run.checkpoints import Checkpoints, Stateful
@@ -160,6 +161,7 @@ class Loop:
                 if self.leaving:
                     return None
             self.at_boundary()
+        self._tell_sources()
         reason = self.evaluations.after_epoch()
         self._acted = self.engine.step_count
         return reason
@@ -199,7 +201,8 @@ class Loop:
     def _recorded(self, begun: _Begun) -> StepInfo:
         assert begun.position is not None
         result = self.engine.settle(begun.step)
-        info = StepInfo(result, begun.position.epoch, begun.position.local, begun.lr)
+        position = begun.position
+        info = StepInfo(result, position.epoch, position.local, begun.lr, counts=dict(position.counts))
         info.busy_s = self.engine.signals.take_busy()
         if self._last is not None and not self._last.result.reduced:
             self._before.append(self._last)
@@ -382,6 +385,8 @@ class Loop:
         if not interrupted:
             self.evaluations.test()
         elapsed_s = self.stop.elapsed_s
+        if self.engine.step_count % self.epoch_steps:
+            self._tell_sources()
         self.checkpoints.finish()
         if any(found := self.group.gather_json(self.engine.compute.experts.counts())):
             self.events("experts", {"step": self.engine.step_count, **add_counts(found)})
@@ -399,6 +404,13 @@ class Loop:
             },
         )
         self.engine.on_phase("done", self.engine.step_count)
+
+    def _tell_sources(self) -> None:
+        """Record the samples and epochs of each source of a mixture."""
+        partition, dataset = self.engine.loader.partition, in_users_data(self.data.train, [])[0]
+        if isinstance(partition, Partition) and isinstance(dataset, MixedSamples):
+            counts = partition.drawn(*divmod(self.engine.step_count, self.epoch_steps))
+            self.events("sources", {"step": self.engine.step_count, "sources": dataset.drawn(counts)})
 
     def rewound(self, result: StepResult) -> bool:
         """Apply the job's policy after a skipped update; return True if the run has rewound."""

@@ -108,7 +108,7 @@ class ImageFiles(Dataset[Batch]):
             self.files = arrays.files_below(path, images._IMAGE_SUFFIXES) if path.is_dir() else [str(path)]
         if not self.files:
             raise DataError("predict.no_images", "{path}: this folder contains no image", path=str(path))
-        self._normalise = images.Normalise(*images._PHOTO[shape[0]], shape[1:])
+        self._normalise = images.Normalise(*images.PHOTO[shape[0]], shape[1:])
 
     def __len__(self) -> int:
         return len(self.files)
@@ -119,7 +119,7 @@ class ImageFiles(Dataset[Batch]):
 
     def __getitems__(self, indices: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
         """Return a batch of images, with placeholders for their classes."""
-        pixels = np.stack([images._decode(self.files[i], self.shape) for i in indices])
+        pixels = np.stack([images.decoded(self.files[i], self.shape, self.files[i]) for i in indices])
         return self._normalise(torch.from_numpy(pixels)), torch.zeros(len(indices), dtype=torch.int64)
 
 
@@ -127,7 +127,7 @@ def _images(spec: Images, path: Path, input_shape: tuple[int, ...] | None, class
     wanted = spec.shape or input_shape
     if wanted is None:
         raise DataError("predict.no_shape", "the model does not define an input shape. Give data.shape in the job.")
-    dataset = ImageFiles(path, images._photo_shape("images", tuple(wanted)))
+    dataset = ImageFiles(path, images.photo_shape("images", tuple(wanted)))
     base = path if path.is_dir() else path.parent
 
     def batches(batch: int) -> Iterator[tuple[Batch, dict[str, Any]]]:

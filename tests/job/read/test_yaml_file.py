@@ -75,7 +75,13 @@ MISTAKES: list[tuple[str, str, int | None, str, dict[str, Any]]] = [
     ("  lr: 1e-3", "  lr: .nan", 7, "file.wrong_type", {"key": "optimizer.lr", "value": "nan"}),
     ("name: adamw", "name: adamv", 6, "optimizer.unknown", {"name": "adamv", "hint": re.compile("adam")}),
     ("data: digits", "data: digitz", 2, "file.unknown_kind", {"kind": "digitz", "hint": re.compile('"digits"')}),
-    ("data: digits", "data: {path: x}", 2, "file.missing_kind", {"key": "data", "hint": re.compile("arrays, dataset")}),
+    (
+        "data: digits",
+        "data: {path: x}",
+        2,
+        "file.missing_kind",
+        {"key": "data", "hint": re.compile("arrays, records")},
+    ),
     ("data: digits", "data: {kind: images}", 2, "file.missing_key", {"above": "data", "key": "path"}),
     (
         "data: digits",

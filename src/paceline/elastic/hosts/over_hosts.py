@@ -33,6 +33,7 @@ from paceline.elastic.hosts.messages import Look, Looked, Welcome
 from paceline.elastic.hosts.takeover import Readmission, met_again
 from paceline.errors import LaunchError
 from paceline.files import scratch_folder
+from paceline.job.data import FileSpec, Mixture
 from paceline.job.job import Job
 from paceline.rank_environment import KEY_FILE, RankEnvironment
 from paceline.storage.url import is_url
@@ -100,7 +101,8 @@ def what_to_look_at(job: Job) -> Look:
     texts = set(_texts(job.model_dump(mode="json", exclude_defaults=True)))
     modules = {match["module"] for text in texts if (match := _IMPORT_PATH.fullmatch(text))}
     files = [job.model.hf, job.model.weights]
-    if not job.partition.host_files:
+    # the ranks compare the files of a corpus themselves, by sizes and digests (`_check_same_shards`)
+    if not (job.partition.host_files or isinstance(job.data, FileSpec | Mixture)):
         test: Any = job.data.test if isinstance(job.data.test, str) and job.data.kind != "dataset" else None
         for path in (getattr(job.data, "path", None), getattr(job.data, "held_out_path", None), test):
             files += path if isinstance(path, tuple) else [path]

@@ -65,6 +65,14 @@ def _build(spec: DataSpec, input_shape: tuple[int, ...] | None, seed: int) -> Da
             return build_text(spec, seed)
         case "arrays":
             return build_arrays(spec, seed)
+        case "records":
+            from paceline.job.zoo.records import build_records
+
+            return build_records(spec, input_shape, seed)
+        case "mixture":
+            from paceline.job.zoo.mixture import build_mixture
+
+            return build_mixture(spec, lambda source: build_data(source, input_shape=input_shape, seed=seed))
         case "synthetic":
             return build_synthetic(spec, input_shape, seed)
         case "dataset":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, BinaryIO
 
 import numpy as np
 import numpy.typing as npt
@@ -51,7 +51,7 @@ class Normalise:
 # of ImageNet.
 _CIFAR = ((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616))
 _CIFAR_GREY = ((0.4809,), (0.2392,))
-_PHOTO = {1: ((0.449,), (0.226,)), 3: ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))}
+PHOTO = {1: ((0.449,), (0.226,)), 3: ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))}
 _DIGITS = (0.3053, 0.3760)
 
 
@@ -84,7 +84,7 @@ def _digits() -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
 
 def build_cifar10(spec: Cifar10, input_shape: tuple[int, ...] | None, seed: int) -> DataSets:
     """Load CIFAR-10 as bytes, which are converted to floats batch by batch."""
-    shape = _photo_shape("cifar10", input_shape or (3, 32, 32))
+    shape = photo_shape("cifar10", input_shape or (3, 32, 32))
     with reading(spec.path, _CIFAR_FILES):
         names = {entry.name: entry for entry in folder_entries(spec.path)}
         batches = [entry for name, entry in names.items() if name.startswith("data_batch_") and name.endswith(".bin")]
@@ -116,7 +116,7 @@ def build_images(spec: Images, input_shape: tuple[int, ...] | None, seed: int) -
             "data.image_sizes_differ",
             "images differ in size, and the model does not define an input shape. Give data.shape, e.g. [3, 224, 224].",
         )
-    shape = _photo_shape("images", wanted)
+    shape = photo_shape("images", wanted)
     optional_package("PIL", "Pillow")
     train = ImageFolder(spec.path, shape)
     held_out, test = (
@@ -153,7 +153,7 @@ class ImageFolder(Dataset[Batch]):
         self.files = [file for _, _, file in listed]
         self.labels: Labels = np.array([label for _, label, _ in listed], dtype=np.int64)
         self.shape = shape
-        self._normalise = Normalise(*_PHOTO[shape[0]], shape[1:])
+        self._normalise = Normalise(*PHOTO[shape[0]], shape[1:])
 
     def __len__(self) -> int:
         return len(self.files)
@@ -163,7 +163,7 @@ class ImageFolder(Dataset[Batch]):
         return images[0], labels[0]
 
     def __getitems__(self, indices: list[int]) -> Batch:
-        pixels = np.stack([_decode(self.files[i], self.shape) for i in indices])
+        pixels = np.stack([decoded(self.files[i], self.shape, str(Path(self.files[i]).absolute())) for i in indices])
         return self._normalise(torch.from_numpy(pixels)), torch.from_numpy(self.labels[indices])
 
 
@@ -185,7 +185,8 @@ def _image_shape(kind: str, shape: tuple[int, ...]) -> Shape:
     return shape
 
 
-def _photo_shape(kind: str, shape: tuple[int, ...]) -> Shape:
+def photo_shape(kind: str, shape: tuple[int, ...]) -> Shape:
+    """Check that a shape is one of photographs: 1 or 3 channels, height, width."""
     wanted = _image_shape(kind, shape)
     if wanted[0] not in (1, 3):
         raise DataError(
@@ -269,20 +270,25 @@ def _check_classes(folder: Path, files: dict[str, list[str]], classes: tuple[str
             )
 
 
-def _decode(file: str, shape: Shape) -> npt.NDArray[np.uint8]:
-    """Read an image file and return the pixels, shape (channels, height, width)."""
+def decoded(source: str | BinaryIO | Image, shape: Shape, name: str) -> npt.NDArray[np.uint8]:
+    """Decode an image, and return its pixels, shape (channels, height, width).
+
+    Args:
+        source: a path, an open file or an image.
+        name: the image's name in errors.
+    """
     import PIL.Image
     import PIL.ImageOps
 
     channels, height, width = shape
     mode = "L" if channels == 1 else "RGB"
     try:
-        with PIL.Image.open(file) as image:
+        with source if isinstance(source, PIL.Image.Image) else PIL.Image.open(source) as image:
             image.draft(mode, (width, height))  # JPEG only: decode at a smaller scale that still covers the shape
             fitted = PIL.ImageOps.fit(_to_bytes(image).convert(mode), (width, height), PIL.Image.Resampling.BILINEAR)
     except Exception as error:  # the type of Pillow's errors depends on the format
         reason = f"cannot be decoded as an image ({type(error).__name__}: {error}); mend or remove it"
-        raise DataError("data.file_unusable", "{file}: {reason}", file=Path(file).absolute(), reason=reason) from error
+        raise DataError("data.file_unusable", "{file}: {reason}", file=name, reason=reason) from error
     return np.asarray(fitted).reshape(height, width, channels).transpose(2, 0, 1)
 
 

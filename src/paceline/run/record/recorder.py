@@ -40,6 +40,7 @@ class StepInfo:
         ending: why the run ends after this step; None if it continues.
         busy_s: busy seconds of every rank before the step's reduction; empty if the step has no reduction.
         ended_at: Unix time of the step's end if the step is recorded later; None means now.
+        counts: further numbers of this rank's batch, by name; see `Position`.
     """
 
     result: StepResult
@@ -49,6 +50,7 @@ class StepInfo:
     ending: str | None = None
     busy_s: list[float] = field(default_factory=list)
     ended_at: float | None = None
+    counts: dict[str, int] = field(default_factory=dict)
 
     def as_json(self) -> dict[str, Any]:
         """Return the step as JSON values without times, for ranks that were interrupted."""
@@ -105,6 +107,8 @@ class StepRecorder:
             lr,
             norm,
         )
+        if info.counts:
+            self._waiting[result.step] += f',"data":{json.dumps(info.counts)}'
         if result.timing is not None:
             self._write(result.timing)
         if self._first and self.use.fresh:

@@ -1,0 +1,137 @@
+"""A data set that draws from several sources with weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from torch.utils.data import ConcatDataset, Dataset
+
+from paceline.corpus.order import Mixture
+from paceline.errors import DataError
+from paceline.job.samples import DataSets, Selection
+from paceline.job.zoo.records import ShardedSamples
+
+if TYPE_CHECKING:
+    from paceline.job.data import Mixture as MixtureSpec
+    from paceline.job.data import Records
+
+
+def build_mixture(spec: MixtureSpec, build: Callable[[Records], DataSets]) -> DataSets:
+    """Open all sources; `build` opens one.
+
+    The validation set has the validation samples of all sources, and the test set likewise.
+    """
+    sets = {name: build(source) for name, source in spec.sources.items()}
+    train = MixedSamples(spec, {name: built.train for name, built in sets.items()})
+    held_out = [built.held_out for built in sets.values() if built.held_out is not None]
+    test = [built.test for built in sets.values() if built.test is not None]
+    return DataSets(train, _joined(held_out), test=_joined(test))
+
+
+def _joined(sets: list[Any]) -> Dataset[Any] | None:
+    if len(sets) < 2:
+        return sets[0] if sets else None
+    joined: Any = ConcatDataset(sets)
+    # `Selection` reads single samples, because a source may collate its own batches
+    return Selection(joined, np.arange(len(joined)))
+
+
+class MixedSamples(Dataset[Any]):
+    """Samples of several sources in the proportions of their weights.
+
+    An epoch has as many samples as all sources together, each counted `repeat` times. Without weights, every sample is
+    therefore drawn `repeat` times per epoch.
+
+    Attributes:
+        names: names of the sources.
+        sizes: number of samples of each source.
+        counts: numbers of the last batch for the record; see `ShardedSamples`.
+    """
+
+    def __init__(self, spec: MixtureSpec, sources: dict[str, Any]) -> None:
+        self.names, self.sources = list(sources), list(sources.values())
+        for name, source in sources.items():
+            if not isinstance(source, ShardedSamples):
+                raise DataError(
+                    "data.source_has_collate",
+                    "data.sources.{name} has its own collate function. Give the mixture one: data.collate.",
+                    name=name,
+                )
+        self.sizes = [len(source) for source in self.sources]
+        drawn = [size * spec.repeat.get(name, 1) for name, size in zip(self.names, self.sizes, strict=True)]
+        self._length = round(sum(drawn))
+        weights = spec.weights or dict(zip(self.names, drawn, strict=True))
+        self._schedule = [(0, self._in_order(weights)), *((s.step, self._in_order(s.weights)) for s in spec.schedule)]
+        self._offsets = [0, *accumulate(self.sizes)]
+        self._first_shards = [0, *accumulate(len(source.starts) - 1 for source in self.sources)]
+        self.window = max(source.window for source in self.sources)
+        self.counts: dict[str, int] = {}
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, index: int) -> Any:
+        return self.__getitems__([index])[0]
+
+    def __getitems__(self, indices: list[int]) -> Any:
+        self.counts = {}
+        samples = []
+        for index in indices:
+            nth = int(np.searchsorted(self._offsets, index, side="right")) - 1
+            source = self.sources[nth]
+            samples.append(source[index - self._offsets[nth]])
+            for name, number in source.counts.items():
+                self.counts[name] = self.counts.get(name, 0) + number
+        return self.sources[0].batch(samples)
+
+    def epoch_order(
+        self, seed: int, epoch: int, batch: int, *, steps: int, shuffle: bool, part: tuple[int, int] | None = None
+    ) -> Mixture:
+        """Return the order of the samples of an epoch."""
+        if part is not None:
+            raise DataError(
+                "data.mixture_hierarchical",
+                "partition: hierarchical gives each host its own samples, but the sources of a mixture are drawn by "
+                "weight. Use partition: uniform.",
+            )
+        return Mixture(
+            [source.starts for source in self.sources],
+            self._offsets[:-1],
+            self._schedule,
+            seed=seed,
+            epoch=epoch,
+            batch=batch,
+            samples=min(len(self), steps * batch),
+            steps=steps,
+            windows=[source.window for source in self.sources],
+            shuffle=shuffle,
+        )
+
+    def drawn(self, counts: Sequence[int]) -> dict[str, dict[str, float]]:
+        """Return each source's samples and epochs for the record, from the numbers of drawn samples."""
+        named = zip(self.names, self.sizes, counts, strict=True)
+        return {name: {"samples": count, "epochs": round(count / size, 4)} for name, size, count in named}
+
+    def fetch(self, shard: int) -> None:
+        """Make a shard local.
+
+        The shards of a source are numbered after the shards of the sources before it.
+        """
+        nth = int(np.searchsorted(self._first_shards, shard, side="right")) - 1
+        self.sources[nth].fetch(shard - self._first_shards[nth])
+
+    @property
+    def reads_in_place(self) -> bool:
+        """True if no shard of any source has to be fetched."""
+        return all(source.reads_in_place for source in self.sources)
+
+    @property
+    def digest(self) -> list[int]:
+        """Numbers that change with the files of a source."""
+        return [number for source in self.sources for number in source.digest]
+
+    def _in_order(self, weights: dict[str, float]) -> Sequence[float]:
+        return [weights.get(name, 0.0) for name in self.names]

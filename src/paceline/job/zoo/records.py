@@ -1,0 +1,342 @@
+"""Data sets of rows in files: how they are split, and how rows become samples."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from paceline.corpus.host_files import HostFiles
+from paceline.corpus.order import Ints, Order
+from paceline.corpus.rows import Damaged
+from paceline.corpus.shards import Corpus, Shard
+from paceline.errors import DataError
+from paceline.files import made_cache_folder
+from paceline.job.samples import DataSets, SplitSpec, shares
+from paceline.job.spec import load_object
+from paceline.job.zoo.images import PHOTO, Normalise, decoded, photo_shape
+from paceline.text import nearest
+from paceline.units import count
+
+if TYPE_CHECKING:
+    from paceline.job.data import FileSpec, Records
+
+_MOST_DAMAGED = 100  # damaged samples in a row after which a data set counts as unreadable
+
+
+def build_records(spec: Records, input_shape: tuple[int, ...] | None, seed: int) -> DataSets:
+    """Open the files of `kind: records`; nothing is read but their indexes and one row.
+
+    Raises:
+        DataError: there are no files, the files have different formats, a shard is damaged, or the first row has no
+            column that the spec names.
+    """
+    form = RowForm(spec, input_shape)
+    return sharded_sets(spec, lambda corpus, spans: RecordSamples(corpus, spans, form, spec), form)
+
+
+def sharded_sets(
+    spec: FileSpec, samples_of: Callable[[Corpus, Spans], ShardedSamples], form: RowForm | None = None
+) -> DataSets:
+    """Open the corpora of a spec, and return the sets that it defines."""
+    corpus = opened(spec, spec.path)
+    if form is not None:
+        form.classes = getattr(corpus, "classes", None)
+    parts = divided(corpus, spec, has_held_out=spec.held_out_path is not None)
+    train, held_out, test = (None if part is None else samples_of(corpus, part) for part in parts)
+    assert train is not None
+    if spec.held_out_path is not None:
+        own = opened(spec, spec.held_out_path)
+        held_out = samples_of(own, Spans.first(own, spec.limit))
+    if isinstance(spec.test, str):
+        own = opened(spec, (spec.test,))
+        test = samples_of(own, Spans.first(own, spec.limit))
+    train[0]  # a row without the named column is reported here, not after the ranks have started
+    return DataSets(train, held_out, test=test)
+
+
+def opened(spec: FileSpec, paths: Sequence[Path | str]) -> Corpus:
+    """Open the corpus of these paths, with the cache of this user."""
+    cache = HostFiles(made_cache_folder("shards"), int(spec.cache_gb * 2**30))
+    return Corpus.open([str(path) for path in paths], format=spec.format, cache=cache, on_bad_shard=spec.on_bad_shard)
+
+
+class Spans(NamedTuple):
+    """A contiguous part of each shard: its first row and its number of rows."""
+
+    firsts: Ints
+    counts: Ints
+
+    @classmethod
+    def first(cls, corpus: Corpus, limit: int | None) -> Spans:
+        """Return the first `limit` rows of a corpus, or all rows if `limit` is None."""
+        starts = np.minimum(corpus.starts, limit if limit is not None else corpus.starts[-1])
+        return cls(corpus.starts[:-1], np.diff(starts))
+
+
+def divided(corpus: Corpus, spec: SplitSpec, *, has_held_out: bool) -> tuple[Spans, Spans | None, Spans | None]:
+    """Divide every shard into rows for training, validation and the test.
+
+    The validation rows are the last rows of each shard, in proportion to its rows; the test rows precede them. The
+    validation set therefore covers all shards, and no list of rows is kept in memory.
+    """
+    firsts, counts = Spans.first(corpus, spec.limit)
+    rows = int(counts.sum())
+    kept, tested = shares(rows, spec, has_held_out=has_held_out) if rows else (0, 0)
+    held = _in_proportion(counts, kept)
+    test = _in_proportion(counts - held, tested)
+    train = counts - held - test
+    return (
+        Spans(firsts, train),
+        Spans(firsts + train + test, held) if kept else None,
+        Spans(firsts + train, test) if tested else None,
+    )
+
+
+def _in_proportion(counts: Ints, total: int) -> Ints:
+    """Divide `total` over the shards in proportion to their rows, without random choices."""
+    ends = np.cumsum(counts).astype(np.float64)
+    if not total:
+        return np.zeros_like(counts)
+    divided: Ints = np.diff(np.floor(ends * (total / ends[-1]) + 0.5).astype(np.int64), prepend=0)
+    return divided
+
+
+class ShardedSamples(Dataset[Any]):
+    """Samples of a corpus that are read from its shards on demand.
+
+    Subclasses define `sample`, and may define `batch`.
+
+    Attributes:
+        counts: numbers of the last batch for the record: with `on_bad_shard: skip`, `replaced` is the number of damaged
+            samples that other samples replaced.
+    """
+
+    def __init__(self, corpus: Corpus, spans: Spans, spec: FileSpec) -> None:
+        self.corpus, self.window, self._skips = corpus, spec.shuffle_window, spec.on_bad_shard == "skip"
+        self._firsts = spans.firsts
+        # first sample of each shard, and the number of samples
+        self.starts: Ints = np.concatenate(([0], np.cumsum(spans.counts))).astype(np.int64)
+        self.counts: dict[str, int] = {}
+
+    def __len__(self) -> int:
+        return int(self.starts[-1])
+
+    def __getitem__(self, index: int) -> Any:
+        return self._read(index)
+
+    def __getitems__(self, indices: list[int]) -> Any:
+        self.counts = {}
+        return self.batch([self._read(index) for index in indices])
+
+    def sample(self, row: dict[str, Any], where: Where) -> Any:
+        """Turn a row into a sample; errors name `where`."""
+        raise NotImplementedError
+
+    def batch(self, samples: list[Any]) -> Any:
+        """Return the samples, or their collated columns."""
+        return samples
+
+    def epoch_order(
+        self, seed: int, epoch: int, batch: int, *, steps: int, shuffle: bool, part: tuple[int, int] | None = None
+    ) -> Order:
+        """Return the order of an epoch; see `ShardOrder`."""
+        starts = self.starts
+        if part is not None:
+            starts = np.clip(starts, *part) - part[0]
+        return Order(starts, seed=seed, epoch=epoch, batch=batch, window=self.window, shuffle=shuffle)
+
+    def fetch(self, shard: int) -> None:
+        """Make a shard local before it is read."""
+        self.corpus.fetch(shard)
+
+    @property
+    def reads_in_place(self) -> bool:
+        """True if no shard has to be fetched or converted before it is read."""
+        return self.corpus.reads_in_place
+
+    @property
+    def digest(self) -> list[int]:
+        """Numbers that change with the list of shards or with the content of a shard."""
+        return [int(self.corpus.digest[:12], 16)]
+
+    def _read(self, index: int) -> Any:
+        tries = _MOST_DAMAGED if self._skips else 1
+        for attempt in range(tries):
+            shard = int(np.searchsorted(self.starts, index, side="right")) - 1
+            row = int(self._firsts[shard] + index - self.starts[shard])
+            try:
+                return self.sample(self.corpus.row(row), Where(self.corpus, row))
+            except Damaged as damage:
+                if attempt + 1 == tries:
+                    raise DataError(
+                        "data.row_unreadable",
+                        "{shard}: {reason}. Restore this file, or set data.on_bad_shard: skip to train without what "
+                        "cannot be read.",
+                        shard=f"{damage.shard}{'' if damage.row is None else f', row {damage.row}'}",
+                        reason=damage.reason,
+                    ) from damage
+            if not attempt:
+                self.counts["replaced"] = self.counts.get("replaced", 0) + 1
+            # a fixed stride leads to other shards soon, and is the same on every rank
+            index = (index + len(self) // 7 + 1) % len(self)
+        raise AssertionError
+
+
+class Where(NamedTuple):
+    """The place of a row, whose text is made only for an error."""
+
+    corpus: Corpus
+    row: int
+
+    def __str__(self) -> str:
+        shard = self.corpus.shard_of(self.row)
+        name = self.corpus.shards[shard].name
+        first, end = self.corpus.starts[shard : shard + 2].tolist()
+        return name if end - first == 1 else f"{name}, row {self.row - first}"
+
+
+class RecordSamples(ShardedSamples):
+    """Samples of `kind: records`."""
+
+    def __init__(self, corpus: Corpus, spans: Spans, form: RowForm, spec: Records) -> None:
+        super().__init__(corpus, spans, spec)
+        self.form = form
+        self.classes = form.classes
+
+    def sample(self, row: dict[str, Any], where: Where) -> Any:
+        """Select, transform and convert the columns of a row."""
+        return self.form.sample(row, where)
+
+    def batch(self, samples: list[Any]) -> Any:
+        """Return the samples, or a normalized batch if they are images."""
+        return self.form.batch(samples)
+
+
+class RowForm:
+    """Conversion of rows to samples: columns, the user's `map`, inputs and target."""
+
+    def __init__(self, spec: Records, input_shape: tuple[int, ...] | None) -> None:
+        columns = spec.columns
+        self._columns = {name: name for name in columns} if isinstance(columns, tuple) else columns
+        self._map: Callable[[dict[str, Any]], Any] | None = None if spec.map is None else load_object(spec.map)
+        self._inputs = (spec.inputs,) if isinstance(spec.inputs, str) else spec.inputs
+        self._target = spec.target
+        self._shape = spec.shape or input_shape
+        self.classes: list[str] | None = None
+
+    def sample(self, row: dict[str, Any], where: Where) -> Any:
+        """Return the sample of a row; errors name `where`."""
+        if self._columns is not None:
+            row = {name: _column(row, column, where) for name, column in self._columns.items()}
+        if self._map is not None:
+            return self._map(row)
+        inputs, target = self._inputs, self._target
+        if inputs is None and row.keys() == {"image", "label"}:
+            inputs, target = ("image",), "label"
+        if inputs is not None:
+            values = [self._value(_column(row, name, where), name, where) for name in inputs]
+            return (*values, values[-1] if target is None else self._value(_column(row, target, where), target, where))
+        return {name: self._value(value, name, where) for name, value in row.items() if not name.startswith("__")}
+
+    def batch(self, samples: list[Any]) -> Any:
+        """Collate images and their labels; return other samples unchanged."""
+        first = samples[0]
+        if not (self._map is None and isinstance(first, tuple) and len(first) == 2 and isinstance(first[0], Pixels)):
+            return [_plain(sample) for sample in samples] if self._map is None else samples
+        images = np.stack([sample[0].values for sample in samples])
+        targets = torch.utils.data.default_collate([sample[1] for sample in samples])
+        return Normalise(*PHOTO[images.shape[1]], images.shape[2:])(torch.from_numpy(images)), targets
+
+    def _value(self, value: Any, name: str, where: Where) -> Any:
+        if isinstance(value, (bytes, bytearray, memoryview)) or hasattr(value, "convert"):
+            return self._image(value, name, where)
+        if isinstance(value, bool | int | np.integer):
+            return int(value)
+        if isinstance(value, float | np.floating):
+            return torch.tensor(value, dtype=torch.float32)
+        if isinstance(value, list | np.ndarray):
+            try:
+                array = np.asarray(value)
+            except ValueError:
+                array = np.asarray(None)
+            if array.dtype.kind in "iub":
+                return torch.from_numpy(array.astype(np.int64))
+            if array.dtype.kind == "f":
+                return torch.from_numpy(array.astype(np.float32))
+        raise DataError(
+            "data.value_unsupported",
+            "{where}: column {name} holds {what}, which is not a number, a list of numbers or an image. Select other "
+            "columns with data.columns, convert it with data.map, or read text with kind: tokens.",
+            where=where,
+            name=name,
+            what="no value" if value is None else f"a {type(value).__name__}",
+        )
+
+    def _image(self, value: Any, name: str, where: Where) -> Pixels:
+        if self._shape is None:
+            raise DataError(
+                "data.image_sizes_differ",
+                "images differ in size, and the model does not define an input shape. Give data.shape, e.g. "
+                "[3, 224, 224].",
+            )
+        source = value if hasattr(value, "convert") else io.BytesIO(value)
+        try:
+            return Pixels(decoded(source, photo_shape("records", self._shape), name))
+        except DataError as error:
+            if error.code != "data.file_unusable":
+                raise
+            raise Damaged(str(where), None, f"column {name} {error.problems[0].fields['reason']}") from error
+
+
+class Pixels(NamedTuple):
+    """Bytes of a decoded image, shape (channels, height, width), that are normalized batch by batch."""
+
+    values: np.ndarray[Any, np.dtype[np.uint8]]
+
+    def normalised(self) -> Tensor:
+        """Return the image as floats."""
+        image: Tensor = Normalise(*PHOTO[self.values.shape[0]], self.values.shape[1:])(
+            torch.from_numpy(self.values[None].copy())
+        )[0]
+        return image
+
+
+def _plain(sample: Any) -> Any:
+    if isinstance(sample, tuple):
+        return tuple(value.normalised() if isinstance(value, Pixels) else value for value in sample)
+    if isinstance(sample, dict):
+        return {name: value.normalised() if isinstance(value, Pixels) else value for name, value in sample.items()}
+    return sample
+
+
+def _column(row: Mapping[str, Any], name: str, where: Where) -> Any:
+    if name not in row:
+        raise DataError(
+            "data.row_without_column",
+            "{where}: this row has no column {name}. {hint}",
+            where=where,
+            name=name,
+            hint=nearest(name, sorted(row)),
+        )
+    return row[name]
+
+
+def changed_shards(before: Sequence[Mapping[str, Any]], now: Sequence[Shard]) -> str | None:
+    """Describe which shards have changed since `before`; None if there are none."""
+    then = {str(shard["name"]): (shard["size"], shard["rows"], shard["digest"]) for shard in before}
+    here = {shard.name: (shard.size, shard.rows, shard.digest) for shard in now}
+    problems = [
+        *(f"{name} is missing" for name in then if name not in here),
+        *(f"{name} is new" for name in here if name not in then),
+        *(f"{name} has changed" for name in then if name in here and here[name] != then[name]),
+    ]
+    if not problems:
+        return None
+    return ", ".join(problems[:5]) + (f" and {count(len(problems) - 5, 'other shard')}" if len(problems) > 5 else "")

@@ -1,0 +1,140 @@
+"""Rows of files as samples: columns, maps, images, splits and what is refused."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch.utils.data import default_collate
+
+from paceline.errors import DataError, JobError
+from paceline.job.job import Job
+from paceline.job.samples import DataSets
+from refusals import raises
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def built(**data: Any) -> DataSets:
+    values = {"kind": "records", "held_out": 0} | data
+    job = Job(
+        model="mlp", data=values, loss="mse", optimizer={"name": "sgd", "lr": 0.1}, global_batch=1, stop={"steps": 1}
+    )
+    return job.data.build(input_shape=None, seed=0)
+
+
+def jsonl(file: Path, rows: list[Any]) -> Path:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file
+
+
+def test_inputs_and_target_are_a_tuple_of_tensors(tmp_path: Path) -> None:
+    file = jsonl(tmp_path / "a.jsonl", [{"x": [1.5, 2], "z": 3, "y": 1, "note": "n"}])
+    train = built(path=str(file), inputs=["x", "z"], target="y").train
+    x, z, y = train[0]
+    assert x.dtype == torch.float32
+    assert x.tolist() == [1.5, 2.0]
+    assert (z, y) == (3, 1)
+
+
+def test_columns_select_and_rename(tmp_path: Path) -> None:
+    file = jsonl(tmp_path / "a.jsonl", [{"tokens": [1, 2], "next": [2, 3], "note": "n"}])
+    sample = built(path=str(file), columns={"input_ids": "tokens", "labels": "next"}).train[0]
+    assert {name: value.tolist() for name, value in sample.items()} == {"input_ids": [1, 2], "labels": [2, 3]}
+
+
+def test_a_function_of_the_user_makes_samples(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("def sample(row):\n    return row['a'] * 2, row['a']\n")
+    file = jsonl(tmp_path / "a.jsonl", [{"a": 4}])
+    assert built(path=str(file), map=f"{tmp_path / 'mine.py'}:sample").train[0] == (8, 4)
+
+
+def test_a_row_without_the_column_is_refused_with_the_nearest_name(tmp_path: Path) -> None:
+    file = jsonl(tmp_path / "a.jsonl", [{"label": 1, "x": 2.0}])
+    with raises(DataError, "data.row_without_column", name="labels"):
+        built(path=str(file), inputs="x", target="labels")
+    with raises(DataError, "data.value_unsupported", name="x"):
+        built(path=str(jsonl(tmp_path / "b.jsonl", [{"x": "words", "y": 1}])), inputs="x", target="y")
+    with raises(DataError, "data.value_unsupported", name="x"):
+        built(path=str(jsonl(tmp_path / "c.jsonl", [{"x": [[1], [1, 2]], "y": 1}])), inputs="x", target="y")
+
+
+def test_sources_without_rows_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    for path in (tmp_path / "empty", tmp_path / "absent.jsonl", tmp_path / "*.jsonl"):
+        with pytest.raises((DataError, JobError)):
+            built(path=str(path))
+
+
+def test_held_out_rows_come_from_every_file_and_are_in_no_other_set(tmp_path: Path) -> None:
+    for nth, rows in enumerate((50, 5, 1, 44)):
+        jsonl(tmp_path / "corpus" / f"{nth}.jsonl", [{"x": float(nth), "y": nth * 100 + row} for row in range(rows)])
+    sets = built(path=str(tmp_path / "corpus"), inputs="x", target="y", held_out=0.2, test=0.1)
+    found = [[int(part[i][1]) for i in range(len(part))] for part in (*sets[:2], sets.test)]  # type: ignore[arg-type,index]
+    assert [len(part) for part in found] == [70, 20, 10]
+    assert len({y for part in found for y in part}) == 100
+    assert {y // 100 for y in found[1]} >= {0, 3}
+    again = built(path=str(tmp_path / "corpus"), inputs="x", target="y", held_out=0.2).held_out
+    assert again is not None
+    assert [int(again[i][1]) for i in range(len(again))] == found[1], "the test set does not move it"  # type: ignore[arg-type]
+
+
+def test_images_of_a_folder_are_the_same_as_of_kind_images(tmp_path: Path) -> None:
+    draw = np.random.default_rng(0)
+    for label in ("ants", "bees"):
+        (tmp_path / "photos" / label).mkdir(parents=True)
+        for nth in range(3):
+            pixels = draw.integers(0, 255, (20, 30, 3), dtype=np.uint8)
+            Image.fromarray(pixels).save(tmp_path / "photos" / label / f"{nth}.png")
+    records = built(path=str(tmp_path / "photos"), format="images", shape=[3, 16, 16])
+    images: Any = built(kind="images", path=str(tmp_path / "photos"), shape=[3, 16, 16]).train
+    batch = records.train.__getitems__(list(range(6)))  # type: ignore[attr-defined]
+    expected = {(float(image.sum()), int(label)) for image, label in (images[i] for i in range(6))}
+    assert {(float(image.sum()), int(label)) for image, label in zip(*batch, strict=True)} == expected
+    assert records.classes == ["ants", "bees"]
+
+
+def test_a_damaged_image_is_named_or_replaced(tmp_path: Path) -> None:
+    good = io.BytesIO()
+    Image.new("RGB", (8, 8), (10, 200, 30)).save(good, "PNG")
+    (tmp_path / "photos" / "a").mkdir(parents=True)
+    for nth in range(9):
+        (tmp_path / "photos" / "a" / f"{nth}.png").write_bytes(good.getvalue())
+    (tmp_path / "photos" / "a" / "4.png").write_bytes(good.getvalue()[:40])
+    keys: dict[str, Any] = {"path": str(tmp_path / "photos"), "format": "images", "shape": [3, 8, 8]}
+    train: Any = built(**keys).train
+    with pytest.raises(DataError) as caught:
+        train.__getitems__(list(range(9)))
+    assert "4.png" in str(caught.value)
+    train = built(**keys, on_bad_shard="skip").train
+    images, labels = train.__getitems__(list(range(9)))
+    assert images.shape == (9, 3, 8, 8)
+    assert labels.tolist() == [0] * 9
+    assert train.counts == {"replaced": 1}
+
+
+def test_samples_collate_with_torchs_own_function(tmp_path: Path) -> None:
+    file = jsonl(tmp_path / "a.jsonl", [{"x": [1.0, 2.0], "labels": n} for n in range(4)])
+    train: Any = built(path=str(file)).train
+    batch = default_collate(train.__getitems__([0, 1, 2]))
+    assert batch["x"].shape == (3, 2)
+    assert batch["labels"].tolist() == [0, 1, 2]
+
+
+def test_a_mixture_needs_its_names(tmp_path: Path) -> None:
+    source = {"kind": "records", "path": str(jsonl(tmp_path / "a.jsonl", [{"x": 1.0, "y": 2}]))}
+    for keys in ({"weights": {"b": 1}}, {"repeat": {"b": 1}}, {"schedule": [{"step": 3, "weights": {"b": 1}}]}):
+        with raises(JobError, "data.source_unknown", name="b"):
+            built(kind="mixture", sources={"a": source}, **keys)
+    with raises(JobError, "data.weights_zero"):
+        built(kind="mixture", sources={"a": source}, weights={"a": 0})

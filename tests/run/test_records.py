@@ -1,0 +1,169 @@
+"""Jobs on files: the same training on any ranks, after kills, from any step, and clear errors for changed files."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from commands import ended_well, events, kill_rank, losses, training, wait_for_events, wait_for_step, write_job
+from paceline.errors import LaunchError
+from paceline.job.job import Job
+from paceline.run.record.run import Run
+from paceline.run.train import train
+from refusals import raises
+
+ROWS, SHARDS = 30, 8
+SMALL = Path(__file__).parent.parent / "small_jobs.py"
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> Path:
+    """Eight JSONL files of 30 rows each."""
+    return write_rows(tmp_path / "corpus", seed=3)
+
+
+def write_rows(folder: Path, *, seed: int, shards: int = SHARDS) -> Path:
+    folder.mkdir()
+    draw = np.random.default_rng(seed)
+    for shard in range(shards):
+        points = draw.normal(size=(ROWS, 6)).round(3)
+        rows = [{"x": point.tolist(), "y": int(point[:3].argmax()), "note": "n"} for point in points]
+        (folder / f"part-{shard}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+def job_on(files: Path, folder: Path, **changes: Any) -> Path:
+    data = {"kind": "records", "path": str(files), "inputs": "x", "target": "y", "held_out": 0.1, "shuffle_window": 16}
+    values: dict[str, Any] = {
+        "model": {"factory": f"{SMALL}:plain"},
+        "data": data | changes.pop("data", {}),
+        "loss": "cross_entropy",
+        "optimizer": {"name": "sgd", "lr": 0.1, "momentum": 0.9},
+        "global_batch": 12,
+        "stop": {"steps": 40},
+    }
+    return write_job(folder / "job.yaml", **(values | changes))
+
+
+def trained(job: Path, run: Path, plan: str, **keys: Any) -> Run:
+    return train(Job.load(job), plan=plan, run=run, console=Console(quiet=True), **keys)
+
+
+def test_every_plan_trains_on_the_same_samples(files: Path, tmp_path: Path) -> None:
+    job = job_on(files, tmp_path)
+    found = {plan: trained(job, tmp_path / plan, plan).path for plan in ("dp=1", "dp=2", "dp=3", "fsdp=2")}
+    for run in found.values():
+        assert losses(run) == pytest.approx(losses(found["dp=1"]), rel=1e-5)
+    assert events(found["dp=1"], "start")[0]["samples_per_epoch"] == ROWS * SHARDS - 24
+
+
+def test_loader_processes_read_the_same(files: Path, tmp_path: Path) -> None:
+    here = trained(job_on(files, tmp_path), tmp_path / "here", "dp=2").path
+    processes = trained(job_on(files, tmp_path, data={"num_workers": 2}), tmp_path / "there", "dp=2").path
+    assert losses(processes) == losses(here)
+
+
+def test_a_run_continues_on_other_ranks_in_the_same_order(files: Path, tmp_path: Path) -> None:
+    whole = losses(trained(job_on(files, tmp_path), tmp_path / "whole", "dp=1").path)
+    run = tmp_path / "parts"
+    trained(job_on(files, tmp_path, stop={"steps": 23}), run, "dp=3")
+    trained(job_on(files, tmp_path), run, "dp=2", resume=True)
+    assert [event["step"] for event in events(run, "resume")] == [23]
+    assert losses(run) == pytest.approx(whole, rel=1e-5)
+
+
+def test_a_killed_rank_costs_no_sample(files: Path, tmp_path: Path) -> None:
+    slow = job_on(files, tmp_path, data={"map": f"{Path(__file__)}:slowly"}, stop={"steps": 80})
+    undisturbed = losses(trained(slow, tmp_path / "undisturbed", "dp=2").path)
+    with training(slow, tmp_path, "dp=2") as (process, run):
+        for count, (rank, step) in enumerate([(1, 5), (0, 30)], 1):
+            wait_for_step(step, run, process)
+            kill_rank(rank, process)
+            wait_for_events(run, "generation", 2 * count, process)
+        ended_well(process)
+    assert losses(run) == pytest.approx(undisturbed, rel=1e-4)
+
+
+def slowly(row: dict[str, Any]) -> Any:
+    import time
+
+    import torch
+
+    time.sleep(0.002)
+    return torch.tensor(row["x"]), row["y"]
+
+
+@pytest.mark.parametrize(("change", "named"), [("rewrite", "part-3"), ("remove", "part-5"), ("add", "part-9")])
+def test_changed_files_are_refused_by_name_at_resume(change: str, named: str, files: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    trained(job_on(files, tmp_path, stop={"steps": 5}), run, "dp=1")
+    if change == "rewrite":
+        file = files / "part-3.jsonl"
+        file.write_text(file.read_text().replace('"y": 0', '"y": 1'))
+    elif change == "remove":
+        (files / "part-5.jsonl").unlink()
+    else:
+        (files / "part-9.jsonl").write_text((files / "part-0.jsonl").read_text())
+    with raises(LaunchError, "data.changed") as caught:
+        trained(job_on(files, tmp_path), run, "dp=1", resume=True)
+    assert named in str(caught.value)
+
+
+def test_a_file_that_cannot_be_read_is_left_out_only_on_request(files: Path, tmp_path: Path) -> None:
+    whole = gzip.compress((files / "part-2.jsonl").read_bytes())
+    (files / "part-2.jsonl.gz").write_bytes(whole[: len(whole) // 2])
+    (files / "part-2.jsonl").unlink()
+    broken = (files / "part-4.jsonl").read_text().splitlines()
+    broken[7] = broken[7][:20]
+    (files / "part-4.jsonl").write_text("".join(f"{line}\n" for line in broken))
+    with raises(LaunchError, "data.shard_damaged"):
+        trained(job_on(files, tmp_path), tmp_path / "stops", "dp=1")
+    run = trained(
+        job_on(files, tmp_path, data={"on_bad_shard": "skip"}, stop={"epochs": 3}), tmp_path / "skips", "dp=2"
+    ).path
+    left_out = events(run, "shards_left_out")[0]
+    assert left_out["shards"] == 1
+    assert "part-2" in left_out["first"][0]["shard"]
+    replaced = sum(line.get("data", {}).get("replaced", 0) for rank in (0, 1) for line in Run(run).steps(rank))
+    assert replaced == 3, "one row, in each of three epochs"
+
+
+def test_a_mixture_counts_its_sources_and_resumes(files: Path, tmp_path: Path) -> None:
+    other = write_rows(tmp_path / "other", seed=9, shards=2)
+    sources = {
+        name: {"kind": "records", "path": str(path), "inputs": "x", "target": "y", "held_out": 0}
+        for name, path in (("many", files), ("few", other))
+    }
+
+    def mixed(steps: int) -> Path:
+        data = {
+            "kind": "mixture",
+            "sources": sources,
+            "weights": {"many": 1, "few": 1},
+            "schedule": [{"step": 20, "weights": {"many": 3, "few": 1}}],
+        }
+        return write_job(
+            tmp_path / "job.yaml",
+            model={"factory": f"{SMALL}:plain"},
+            data=data,
+            loss="cross_entropy",
+            optimizer={"name": "sgd", "lr": 0.1},
+            global_batch=12,
+            stop={"steps": steps},
+        )
+
+    whole = trained(mixed(40), tmp_path / "whole", "dp=1").path
+    assert events(whole, "sources")[-1]["sources"] == {
+        "many": {"samples": 20 * 6 + 20 * 9, "epochs": 1.25},
+        "few": {"samples": 20 * 6 + 20 * 3, "epochs": 3.0},
+    }
+    run = tmp_path / "parts"
+    trained(mixed(13), run, "dp=2")
+    trained(mixed(40), run, "dp=3", resume=True)
+    assert losses(run) == pytest.approx(losses(whole), rel=1e-5)
