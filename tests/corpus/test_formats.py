@@ -22,6 +22,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
+from corpus.mds_shards import mds_shard
 from paceline.corpus.formats import FORMATS, decompress, format_of, suffix_of
 from paceline.corpus.rows import Damaged
 from paceline.errors import DataError
@@ -314,23 +315,6 @@ def test_a_tar_that_is_cut_off_or_overwritten_is_damaged(tmp_path: Path) -> None
         (tmp_path / "a.tar").write_bytes(content)
         with pytest.raises(Damaged):
             rows_of(tmp_path / "a.tar", "tar")
-
-
-def mds_shard(columns: list[tuple[str, str, int | None]], rows: list[list[bytes]]) -> bytes:
-    """Write a shard as in MosaicML Streaming's `MDSWriter`."""
-    about = {
-        "column_names": [name for name, _, _ in columns],
-        "column_encodings": [encoding for _, encoding, _ in columns],
-        "column_sizes": [size for _, _, size in columns],
-        "format": "mds",
-    }
-    header = json.dumps(about, sort_keys=True).encode()
-    bodies = []
-    for row in rows:
-        sizes = [len(value) for value, (_, _, size) in zip(row, columns, strict=True) if size is None]
-        bodies.append(np.array(sizes, np.uint32).tobytes() + b"".join(row))
-    offsets = np.cumsum([4 + 4 * (len(rows) + 1) + len(header), *map(len, bodies)]).astype(np.uint32)
-    return np.uint32(len(rows)).tobytes() + offsets.tobytes() + header + b"".join(bodies)
 
 
 def test_mds_columns_of_every_encoding_are_decoded(tmp_path: Path) -> None:

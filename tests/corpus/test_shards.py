@@ -7,6 +7,7 @@ import io
 import json
 import os
 import random
+import resource
 import tarfile
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,6 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 
+from corpus.mds_shards import mds_shard
 from paceline.corpus.formats import FORMATS
 from paceline.corpus.host_files import HostFiles
 from paceline.corpus.rows import Damaged
@@ -187,6 +189,19 @@ def test_damaged_files_stop_the_start_or_are_left_out_with_a_reason(folder: Path
     assert texts(Corpus.open([str(folder)], cache=cache)) == ["one", "mended", "two"]
 
 
+def test_a_lack_of_descriptors_is_no_damage(folder: Path, cache: HostFiles) -> None:
+    write_lines(folder / "a.jsonl", "one")
+    corpus = Corpus.open([str(folder)], cache=cache)
+    allowed = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, allowed[1]))
+    try:
+        with pytest.raises(OSError, match="Too many open files"):
+            corpus.row(0)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, allowed)
+    assert texts(corpus) == ["one"]
+
+
 def test_sources_without_rows_are_refused(folder: Path, cache: HostFiles) -> None:
     (folder / "a.jsonl").touch()
     (folder / "empty").mkdir()
@@ -223,6 +238,15 @@ def test_folders_of_several_formats_need_a_format(folder: Path, cache: HostFiles
     assert texts(Corpus.open(both, format="jsonl", cache=cache)) == ["one", "three"]
 
 
+def test_ranges_in_braces_are_files(folder: Path, cache: HostFiles) -> None:
+    for n in range(8, 12):
+        write_lines(folder / f"{n % 2}" / f"{n:03}.jsonl", str(n))
+    found = Corpus.open([f"{folder}/0/{{008..008}}.jsonl", f"{folder}/{{1..1}}/*"], cache=cache)
+    assert texts(found) == ["8", "9", "11"]
+    with raises(DataError, "data.source_missing", path=str(folder / "0" / "009.jsonl")):
+        Corpus.open([f"{folder}/{{0..1}}/{{008..011}}.jsonl"], cache=cache)
+
+
 def test_a_folder_saved_by_datasets_is_read_by_its_description(folder: Path, cache: HostFiles) -> None:
     write_arrow(folder / "data-00000-of-00001.arrow", "one")
     write_arrow(folder / "cache-1234.arrow", "no part of it")
@@ -241,6 +265,30 @@ def test_a_folder_saved_by_datasets_is_read_by_its_description(folder: Path, cac
         Corpus.open([str(folder)], cache=cache)
     (folder / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
     with raises(DataError, "data.split_unnamed", first="train"):
+        Corpus.open([str(folder)], cache=cache)
+
+
+def test_a_folder_of_mds_shards_is_read_by_its_index(folder: Path, cache: HostFiles) -> None:
+    shards = []
+    for n, words in enumerate((["a", "b"], ["c"], ["d"])):
+        content = mds_shard([("text", "str", None)], [[word.encode()] for word in words])
+        raw, packed = f"shard.{n:05}.mds", f"shard.{n:05}.mds.gz"
+        if n != 1:
+            (folder / raw).write_bytes(content)
+        if n != 2:
+            (folder / packed).write_bytes(gzip.compress(content))
+        shards.append({"raw_data": {"basename": raw}, "zip_data": {"basename": packed}, "samples": len(words)})
+    (folder / "shard.00009.mds").write_bytes(b"no part of it")
+    (folder / "index.json").write_text(json.dumps({"version": 2, "shards": shards}))
+    corpus = Corpus.open([str(folder)], cache=cache)
+    assert texts(corpus) == list("abcd")
+    assert [Path(shard.name).suffix for shard in corpus.shards] == [".mds", ".gz", ".mds"]
+    shards[0]["samples"] = 3
+    (folder / "index.json").write_text(json.dumps({"version": 2, "shards": shards}))
+    with pytest.raises(Damaged):
+        Corpus.open([str(folder)], cache=cache).row(0)
+    (folder / "shard.00002.mds").unlink()
+    with raises(DataError, "data.shard_missing", folder=str(folder)):
         Corpus.open([str(folder)], cache=cache)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -29,6 +30,17 @@ class Damaged(Exception):
 
     def __str__(self) -> str:
         return f"{self.shard}{'' if self.row is None else f', row {self.row}'}: {self.reason}"
+
+
+def unreadable(shard: str, error: OSError) -> Damaged:
+    """Return the error for a file that the system cannot read.
+
+    Raises:
+        OSError: this process lacks descriptors or memory, so the file may be intact.
+    """
+    if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):
+        raise error
+    return Damaged(shard, None, f"the file cannot be read ({error.strerror or error})")
 
 
 class Rows(Protocol):

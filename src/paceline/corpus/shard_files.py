@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import io
 import os
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -17,9 +16,10 @@ from numpy.typing import NDArray
 
 from paceline.corpus.formats import decompress, is_compressed
 from paceline.corpus.host_files import HostFiles
-from paceline.corpus.rows import Damaged, Offsets, Rows
-from paceline.corpus.sources import Listing
-from paceline.storage.store import Store
+from paceline.corpus.rows import Damaged, Offsets, Rows, unreadable
+from paceline.corpus.sources import Listing, bucket_and_key
+from paceline.errors import StorageError
+from paceline.storage.store import Entry, Store
 from paceline.storage.url import is_url
 
 _LAYOUT = 1  # changes with the content of cached files
@@ -51,12 +51,12 @@ class ShardFiles:
     """
 
     # Without `__dict__`, because loader processes copy the attributes of data sets.
-    __slots__ = ("_cache", "_lock", "_process", "_stores", "listing")
+    __slots__ = ("_cache", "_stores", "listing")
 
     def __init__(self, listing: Listing, cache: HostFiles) -> None:
         self.listing, self._cache = listing, cache
-        self._lock, self._process = threading.Lock(), os.getpid()
-        self._stores: dict[str, Store] = {}
+        # by process, because a store's connections do not survive a fork
+        self._stores: dict[tuple[int, str], Store] = {}
 
     def open(self, shard: int) -> Rows:
         """Open a file for reading; make its copy first if there is none.
@@ -93,8 +93,7 @@ class ShardFiles:
         """Return the index of a file, from the cache if possible.
 
         Raises:
-            Damaged: the content of the file is invalid, or the file has changed since it was listed.
-            OSError: the file cannot be read.
+            Damaged: the file cannot be read, its content is invalid, or it has changed since it was listed.
             StorageError: the file cannot be downloaded.
         """
         make = partial(self._make_index, shard)
@@ -104,14 +103,15 @@ class ShardFiles:
         listing = self.listing
         count, rows = listing.format.count, int(listing.rows[shard])
         offsets: Any = []
-        if rows < 0 and count is not None and not is_compressed(listing.names[shard]):
-            with self._naming(shard), self._opened_source(shard) as file:
-                rows = count(file)
-        elif rows < 0:
-            found = self._read(shard, listing.format.index)
-            rows, offsets = (found, []) if isinstance(found, int) else (len(found) - 1, found)
-        with self._opened_source(shard) as file:
-            digest = np.frombuffer(_digest(file, int(listing.sizes[shard])), np.uint64)
+        with self._naming(shard):
+            if rows < 0 and count is not None and not is_compressed(listing.names[shard]):
+                with self._opened_source(shard) as file:
+                    rows = count(file)
+            elif rows < 0:
+                found = self._read(shard, listing.format.index)
+                rows, offsets = (found, []) if isinstance(found, int) else (len(found) - 1, found)
+            with self._opened_source(shard) as file:
+                digest = np.frombuffer(_digest(file, int(listing.sizes[shard])), np.uint64)
         np.concatenate([np.array([rows], np.uint64), digest, np.asarray(offsets, np.uint64)]).tofile(into)
 
     def _read(self, shard: int, read: Callable[[Path], _Opened]) -> _Opened:
@@ -142,10 +142,15 @@ class ShardFiles:
             self._check_unchanged(shard, source)
 
     def _download(self, shard: int, into: Path) -> None:
+        listing = self.listing
         store, key = self._store_and_key(shard)
-        about = store.fetch(key, into)
-        if (about.size, about.version) != (self.listing.sizes[shard], self.listing.versions[shard]):
-            raise Damaged(self.listing.names[shard], None, "the object was replaced after it was listed")
+        try:
+            store.fetch(key, into, expected=Entry(int(listing.sizes[shard]), listing.versions[shard]))
+        except StorageError as error:
+            if not error.absent and error.code != "storage.object_changed":
+                raise
+            change = "was removed" if error.absent else "was replaced"
+            raise Damaged(listing.names[shard], None, f"the object {change} after it was listed") from error
 
     def _check_unchanged(self, shard: int, path: Path) -> None:
         about = path.stat()
@@ -159,16 +164,18 @@ class ShardFiles:
 
     def _key(self, kind: str, shard: int) -> str:
         listing = self.listing
-        about = (listing.format.name, listing.sizes[shard], listing.versions[shard], listing.names[shard])
-        return " ".join(map(str, (kind, _LAYOUT, *about)))
+        about = (listing.sizes[shard], listing.rows[shard], listing.versions[shard], listing.names[shard])
+        return " ".join(map(str, (kind, _LAYOUT, listing.format.name, *about)))
 
     @contextmanager
     def _naming(self, shard: int) -> Iterator[None]:
-        """Name the file in errors, instead of its copy."""
+        """Name the file in errors, instead of its copy. Errors of the system become Damaged."""
         try:
             yield
         except Damaged as error:
             raise Damaged(self.listing.names[shard], error.row, error.reason) from error
+        except OSError as error:
+            raise unreadable(self.listing.names[shard], error) from error
 
     def _opened_source(self, shard: int) -> IO[bytes]:
         name = self.listing.names[shard]
@@ -180,15 +187,10 @@ class ShardFiles:
 
     def _store_and_key(self, shard: int) -> tuple[Store, str]:
         """Return this process's store for a remote file, and the file's name there."""
-        protocol, _, rest = self.listing.names[shard].partition("://")
-        bucket, _, key = rest.partition("/")
-        url = f"{protocol}://{bucket}"
-        with self._lock:
-            if self._process != os.getpid():
-                self._process, self._stores = os.getpid(), {}
-            if url not in self._stores:
-                self._stores[url] = Store(url)
-            return self._stores[url], key
+        bucket, key = bucket_and_key(self.listing.names[shard])
+        of_process = os.getpid(), bucket
+        # Without a lock, which a thread could hold while the process forks. A second store does no harm.
+        return self._stores.get(of_process) or self._stores.setdefault(of_process, Store(bucket)), key
 
 
 class _Parts(io.RawIOBase):

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.corpus.host_files import HostFiles
-from paceline.corpus.rows import Damaged, Rows
+from paceline.corpus.rows import Damaged, Rows, unreadable
 from paceline.corpus.shard_files import ShardFiles
 from paceline.corpus.sources import Listing, Texts, list_files
 from paceline.errors import DataError, StorageError
@@ -54,7 +54,8 @@ class Corpus:
     Each version of a file is indexed once per host. An index has the position of each row, or only the number of rows
     if the format has positions of its own. Remote files are downloaded when a row of them is read. The index of remote
     JSON Lines, text, CSV, Arrow and tar files needs their content, so the first start downloads each of these files
-    once. Of remote Parquet and MDS files, the first start reads only the footer or header.
+    once. Of remote Parquet and MDS files, the first start reads only the footer or header. Compressed, CSV and Parquet
+    files are read from decompressed or converted copies in the cache.
 
     One thread may read rows; `fetch` and `is_local` may be called from any thread. Forked processes may use a corpus
     that their parent opened.
@@ -165,8 +166,7 @@ class Corpus:
         except Damaged as error:
             raise Damaged(self._files.listing.names[shard], error.row, error.reason) from error
         except OSError as error:
-            reason = f"the file cannot be read ({error.strerror or error})"
-            raise Damaged(self._files.listing.names[shard], None, reason) from error
+            raise unreadable(self._files.listing.names[shard], error) from error
 
     def shard_of(self, row: int) -> int:
         """Return the number of the file that has a row."""
@@ -260,7 +260,7 @@ def _summary(
     whole = hashlib.sha256(listing.format.name.encode())
     for column in (listing.names, listing.versions):
         whole.update(column.packed)
-    whole.update(listing.sizes.tobytes())
+    whole.update(listing.sizes.tobytes() + listing.rows.tobytes())
     return cache.opened(
         f"summary 1 {whole.hexdigest()}", lambda into: _summarize(listing, cache, workers, into), _loaded, keep=True
     )
@@ -279,8 +279,6 @@ def _summarize(listing: Listing, cache: HostFiles, workers: int | None, into: Pa
             if not error.absent:
                 raise
             return str(error)
-        except OSError as error:
-            return f"the file cannot be read ({error.strerror or error})"
         rows[shard], digests[shard] = found.rows, found.digest
         return None
 

@@ -6,8 +6,11 @@ import glob
 import json
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import chain
 from typing import Any, overload
 
 import numpy as np
@@ -22,6 +25,8 @@ from paceline.storage.url import checked_url, is_url, local_path
 
 _DESCRIPTION_BYTES = 64 << 20  # largest state.json or index.json
 _NOT_DATA = {"__pycache__", "site-packages", "dist-packages"}
+_REQUESTS = 16  # concurrent questions for the sizes of remote files
+_RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}")
 _WILDCARD = re.compile(r"[*?[]")
 
 
@@ -79,9 +84,9 @@ def list_files(paths: Sequence[str], format_name: str | None) -> Listing:
     """List the files of a data set. A file that several paths name is listed once.
 
     Args:
-        paths: files, folders, patterns with `*` and `**`, and URLs of these. Folders contribute the visible files below
-            them that have a suffix of the format. A folder of `datasets.save_to_disk` or MosaicML Streaming contributes
-            the files that its description names.
+        paths: files, folders, patterns with `*`, `**` and ranges such as `{000..127}`, and URLs of these. Folders
+            contribute the visible files below them that have a suffix of the format. A folder of
+            `datasets.save_to_disk` or MosaicML Streaming contributes the files that its description names.
         format_name: name of the format; None to derive it from the suffixes.
 
     Raises:
@@ -91,9 +96,16 @@ def list_files(paths: Sequence[str], format_name: str | None) -> Listing:
     given = None if format_name is None else format_named(format_name)
     if not paths:
         raise DataError("data.no_source", "the data has no path. Name at least one file, folder or URL.")
-    found = _Found()
-    for path in paths:
-        _find(path, given, found)
+    found, urls = _Found(), []
+    for path in chain.from_iterable(map(_without_ranges, paths)):
+        if not is_url(path):
+            _find_local(os.path.abspath(path), given, found)
+        elif local := local_path(url := checked_url(path)):
+            _find_local(str(local), given, found)
+        else:
+            urls.append(url)
+    if urls:
+        _find_remote(urls, given, found)
     source = ", ".join(paths)
     chosen = given or format_of([*found.chosen, *found.candidates], source)
     names = sorted({*found.chosen, *(name for name in found.candidates if suffix_of(name) in chosen.suffixes)})
@@ -110,17 +122,42 @@ def list_files(paths: Sequence[str], format_name: str | None) -> Listing:
             source=source,
             suffixes=" or ".join(chosen.suffixes),
         )
-    abouts = [found.remote.get(name) or _about(name) for name in names]
+    sizes = np.empty(len(names), np.int64)
+
+    def versions() -> Iterator[str]:
+        for n, name in enumerate(names):
+            about = found.remote.get(name) or _about(name)
+            sizes[n] = about.size
+            yield about.version
+
     labels, classes = _labels(names, found.folders) if chosen.name == "images" else (None, ())
     return Listing(
         chosen,
         Texts(names),
-        np.array([about.size for about in abouts], np.int64),
-        Texts(about.version for about in abouts),
+        sizes,
+        Texts(versions()),
         np.array([found.rows.get(name, -1) for name in names], np.int64),
         labels,
         classes,
     )
+
+
+def bucket_and_key(url: str) -> tuple[str, str]:
+    """Divide a URL into that of its bucket or server, and the name in there."""
+    protocol, _, rest = url.partition("://")
+    bucket, _, key = rest.partition("/")
+    return f"{protocol}://{bucket}", key
+
+
+def _without_ranges(path: str) -> Iterator[str]:
+    """Yield a path with each number of its ranges: `a-{08..10}.tar` are `a-08.tar`, `a-09.tar` and `a-10.tar`."""
+    found = _RANGE.search(path)
+    if found is None or os.path.exists(path):
+        yield path
+        return
+    first, last = found.groups()
+    for number in range(int(first), int(last) + 1):
+        yield from _without_ranges(f"{path[: found.start()]}{number:0{len(first)}}{path[found.end() :]}")
 
 
 @dataclass
@@ -134,35 +171,40 @@ class _Found:
     rows: dict[str, int] = field(default_factory=dict)
 
 
-def _find(path: str, given: Format | None, found: _Found) -> None:
-    """Add the files of a path."""
-    store = None
-    if is_url(path):
-        url = checked_url(path)
-        local = local_path(url)
-        store = Store(_WILDCARD.split(url)[0].rpartition("/")[0] if _WILDCARD.search(url) else url)
-        path = url if local is None else str(local)
-        store = store if local is None else None
-    else:
-        path = os.path.abspath(path)
-    if store is None:
-        _find_local(path, given, found)
-        return
-    is_pattern = _WILDCARD.search(path) is not None
-    if not is_pattern and (about := store.about()) is not None:
-        found.remote[path] = about
-        found.chosen.append(path)
-        return
-    entries = {f"{store.url}/{name}": entry for name, entry in store.list().items()}
-    found.remote |= entries
-    if is_pattern:
-        matches = re.compile(glob_translate(path)).match
-        _add_matches(path, [name for name in entries if matches(name)], given, found)
-        return
-    if not entries:
-        _raise_missing(path)
-    visible = [name for name in entries if not re.search(r"/\.", name[len(path) :])]
-    _add_folder(path, visible, given, found, lambda name: store.read(name, _DESCRIPTION_BYTES))
+def _find_remote(urls: list[str], given: Format | None, found: _Found) -> None:
+    """Add the files of URLs."""
+    stores = {bucket: Store(bucket) for bucket in {bucket_and_key(url)[0] for url in urls}}
+
+    def about(url: str) -> Entry | None:
+        bucket, key = bucket_and_key(url)
+        return None if _WILDCARD.search(url) else stores[bucket].about(key)
+
+    with ThreadPoolExecutor(_REQUESTS) as pool:
+        abouts = list(pool.map(about, urls))
+    hidden = re.compile(r"(^|/)\.").search
+    for url, entry in zip(urls, abouts, strict=True):
+        if entry is not None:
+            found.remote[url] = entry
+            found.chosen.append(url)
+            continue
+        is_pattern = _WILDCARD.search(url) is not None
+        folder = _WILDCARD.split(url)[0].rpartition("/")[0] if is_pattern else url
+        bucket, key = bucket_and_key(folder)
+        store = stores[bucket]
+        listed = {f"{bucket}/{name}": entry for name, entry in store.list(key).items()}
+        entries = {name: entry for name, entry in listed.items() if not hidden(name[len(folder) :])}
+        found.remote |= entries
+        if is_pattern:
+            matches = re.compile(glob_translate(url)).match
+            _add_matches(url, [name for name in entries if matches(name)], given, found)
+        elif entries:
+            _add_folder(url, [*entries], given, found, partial(_read_remote, store, key))
+        else:
+            _raise_missing(url)
+
+
+def _read_remote(store: Store, folder: str, name: str) -> bytes | None:
+    return store.read(f"{folder}/{name}", _DESCRIPTION_BYTES)
 
 
 def _find_local(path: str, given: Format | None, found: _Found) -> None:

@@ -6,7 +6,7 @@ The layout of rows and the decoded suffixes follow webdataset, so that its shard
 from __future__ import annotations
 
 import io
-import os
+import mmap
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,8 +18,10 @@ import numpy as np
 from paceline.corpus.rows import Damaged, Format, Offsets, OpenFile
 
 _BLOCK = 512
-_KEY_AND_SUFFIX = re.compile(r"((?:.*/|)[^.]+)[.]([^/]*)")
 _NO_DATA = re.compile(r"__[^/]*__(?:$|/)")
+_KIND = 156  # position in a header
+_REGULAR, _LONG_NAME, _IN_FRONT = frozenset(b"0\07"), frozenset(b"Lx"), frozenset(b"LKx")
+_PAX, _SPARSE = ord("x"), ord("S")
 _MOST_NAME_BYTES = 1 << 20  # of a long name or an extended header
 
 
@@ -38,11 +40,10 @@ class TarRows:
         return len(self._offsets) - 1
 
     def __getitem__(self, row: int) -> dict[str, Any]:
-        first = self._offsets[row]
-        content = self._file.read(first, self._offsets[row + 1], row)
+        content = self._file.read(self._offsets[row], self._offsets[row + 1], row)
         found: dict[str, Any] = {}
         try:
-            for name, _, start, end in _members(lambda a, b: content[a:b], len(content)):
+            for name, _, start, end in _members(content):
                 parts = _key_and_suffix(name)
                 if parts is None:
                     continue
@@ -66,12 +67,14 @@ def row_offsets(path: Path) -> Offsets:
 
     Only the headers are read.
     """
+    if not (size := path.stat().st_size):
+        raise Damaged(str(path), None, "the file is empty")
     offsets: list[int] = []
-    last_key, end, size = None, 0, path.stat().st_size
-    with open(path, "rb", buffering=0) as file:
-        descriptor = file.fileno()
+    last_key, end = None, 0
+    with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as content:
+        content.madvise(mmap.MADV_RANDOM)  # only headers are read
         try:
-            for name, header, _, end in _members(lambda a, b: os.pread(descriptor, b - a, a), size):
+            for name, header, _, end in _members(content):
                 if end > size:
                     raise ValueError(f"the file ends within the member {name!r}")
                 parts = _key_and_suffix(name)
@@ -83,7 +86,7 @@ def row_offsets(path: Path) -> Offsets:
     return np.array([*offsets, end], np.uint64)
 
 
-def _members(read: Callable[[int, int], bytes], size: int) -> Iterator[tuple[str, int, int, int]]:
+def _members(content: bytes | mmap.mmap) -> Iterator[tuple[str, int, int, int]]:
     """Yield each regular member: its name, first header, and start and end of its content.
 
     Directories, links and the project-wide headers of pax archives are skipped. Long names of GNU and pax archives are
@@ -92,71 +95,80 @@ def _members(read: Callable[[int, int], bytes], size: int) -> Iterator[tuple[str
     Raises:
         ValueError: a header is invalid.
     """
-    position, first, name, given_size = 0, 0, None, None
+    position, first, long_name, given_size, size = 0, 0, None, None, len(content)
     while position < size:
-        header = read(position, position + _BLOCK)
-        kind = header[156:157]
+        start = position + _BLOCK
+        header = content[position:start]
         if len(header) < _BLOCK:
             raise ValueError("the file ends within a header")
-        if not header[0] and not any(header):
-            return  # the end of the archive
-        start = position + _BLOCK
-        length = _checked_size(header)
-        if kind in b"Lx":
-            text = read(start, start + min(length, _MOST_NAME_BYTES))
-            if kind == b"L":
-                name = text.rstrip(b"\0").decode("utf-8", "surrogateescape")
+        kind = header[_KIND]
+        length = _content_size(header)
+        if length is None:
+            return
+        if kind in _REGULAR:
+            length = length if given_size is None else given_size
+            yield (_name(header) if long_name is None else long_name), first, start, start + length
+        elif kind in _LONG_NAME:
+            text = content[start : start + min(length, _MOST_NAME_BYTES)]
+            if kind == _PAX:
+                long_name, given_size = _pax_name_and_size(text, long_name)
             else:
-                about = _pax_records(text)
-                name, given_size = about.get("path", name), about.get("size", given_size)
-        elif kind in b"0\0" or kind == b"7":
-            length = length if given_size is None else int(given_size)
-            yield (name if name is not None else _name(header)), first, start, start + length
-        elif kind == b"S":
+                long_name = text.rstrip(b"\0").decode("utf-8", "surrogateescape")
+        elif kind == _SPARSE:
             raise ValueError("the member is a sparse file, which is not supported")
-        position = _padded(start + length)
-        if kind not in b"LKx":
-            first, name, given_size = position, None, None
+        position = -(-(start + length) // _BLOCK) * _BLOCK
+        if kind not in _IN_FRONT:
+            first, long_name, given_size = position, None, None
 
 
-def _checked_size(header: bytes) -> int:
-    # Headers without this mark are from before 1988, or no headers.
-    if header[257:262] != b"ustar" and sum(header) - sum(header[148:156]) + 8 * 32 != int(header[148:154] or b"0", 8):
-        raise ValueError("a header of the tar file is invalid")
+def _content_size(header: bytes) -> int | None:
+    """Return the size of a header's member; None for the end of the archive."""
+    # Archives without this mark are from before 1988.
+    if header[257:262] != b"ustar":
+        if not any(header):
+            return None
+        if sum(header) - sum(header[148:156]) + 8 * ord(" ") != _octal(header[148:156]):
+            raise ValueError("a header of the tar file is invalid")
     if header[124] & 0x80:
         return int.from_bytes(header[125:136])
-    return int(header[124:136].rstrip(b" \0") or b"0", 8)
+    return _octal(header[124:136])
+
+
+def _octal(digits: bytes) -> int:
+    return int(digits.rstrip(b" \0") or b"0", 8)
 
 
 def _name(header: bytes) -> str:
-    name = header[:100].partition(b"\0")[0]
-    prefix = header[345:500].partition(b"\0")[0] if header[257:263] == b"ustar\0" else b""
-    return (prefix + b"/" + name if prefix else name).decode("utf-8", "surrogateescape")
+    end = header.find(b"\0", 0, 100)
+    name = header[: 100 if end < 0 else end]
+    if header[345] and header[262] == 0:  # GNU archives have other fields there
+        name = header[345:500].partition(b"\0")[0] + b"/" + name
+    return str(name, "utf-8", "surrogateescape")
 
 
-def _pax_records(text: bytes) -> dict[str, str]:
-    """Return the records `LENGTH KEY=VALUE` of an extended header."""
-    found, position = {}, 0
+def _pax_name_and_size(text: bytes, name: str | None) -> tuple[str | None, int | None]:
+    """Return the name and the size in the records `LENGTH KEY=VALUE` of an extended header."""
+    size, position = None, 0
     while position < len(text):
         length = int(text[position : position + 20].partition(b" ")[0])
         if length < len("5 a=\n"):
             raise ValueError("an extended header of the tar file is invalid")
         key, _, value = text[position : position + length - 1].partition(b" ")[2].partition(b"=")
-        found[key.decode()] = value.decode("utf-8", "surrogateescape")
+        if key == b"path":
+            name = str(value, "utf-8", "surrogateescape")
+        elif key == b"size":
+            size = int(value)
         position += length
-    return found
-
-
-def _padded(position: int) -> int:
-    return -(-position // _BLOCK) * _BLOCK
+    return name, size
 
 
 def _key_and_suffix(name: str) -> tuple[str, str] | None:
     """Divide a member's name into key and suffix; None for members that are no data."""
-    parts = _KEY_AND_SUFFIX.fullmatch(name)
-    if parts is None or _NO_DATA.match(name):
+    first = name.rfind("/") + 1
+    dot = name.find(".", first)
+    if dot <= first or (name[0] == "_" and _NO_DATA.match(name)):
         return None
-    return parts[1], parts[2].lower()
+    return name[:dot], name[dot + 1 :].lower()
 
 
 def _decoded(decode: Callable[[bytes], Any], value: bytes, name: str) -> Any:
