@@ -408,7 +408,7 @@ def _read(
     known: Any = getattr(dataset, "labels", None)
     counted = isinstance(known, np.ndarray) and known.ndim == 1 and known.dtype.kind in "iu"
     for indices, batch in source.batches(wanted):
-        columns = _columns(batch)
+        columns = columns_of(batch)
         if shown is not None:
             shown.add(indices, columns, found, tokenizer)
         for title, column in columns.items():
@@ -430,7 +430,7 @@ def _read(
     return found
 
 
-def _columns(batch: Batch) -> dict[str, Any]:
+def columns_of(batch: Batch) -> dict[str, Any]:
     """Return the tensors of a batch by name.
 
     Raises:

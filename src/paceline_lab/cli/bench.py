@@ -1,4 +1,4 @@
-"""`paceline bench`: measure scaling, compare systems, or simulate other machines."""
+"""`paceline bench`: measure scaling or loading, compare systems, or simulate other machines."""
 
 from __future__ import annotations
 
@@ -98,6 +98,49 @@ def compare(
     start_on(None, cluster)
     asked = _asked(job, changes, cluster, plans, repeat, steps, out)
     _end(_compare(asked, systems, weak=weak, kill=kill_rank), asked, as_json=as_json)
+
+
+def data(
+    job: JobFile,
+    changes: SetKeys = None,
+    num_workers: Annotated[
+        str | None,
+        typer.Option(
+            "--num-workers",
+            metavar="LIST",
+            help="Numbers of loader processes to measure, e.g. 0,2,4; the job's number is always measured.",
+            show_default="0, 1, 2, 4, … up to the cores",
+        ),
+    ] = None,
+    seconds: Annotated[
+        float, typer.Option("--seconds", min=0.1, max=3600, help="Seconds for which each setting is measured.")
+    ] = 5.0,
+    step_ms: Annotated[
+        float | None,
+        typer.Option(
+            "--step-ms", min=0.01, help="Also measure how long a model waits for data if its step takes this time."
+        ),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Measure the loader of a job alone, and whether the disk or the decoder limits.
+
+    One rank reads whole global batches with several numbers of loader processes.
+    """
+    what = load_job(job, changes)  # before heavy imports, so that a mistake is reported at once
+    workers = _numbers(num_workers, "--num-workers")
+    from paceline.cluster.discover import environment
+    from paceline.console import Console
+    from paceline_lab.loading.result import measured, show
+
+    with Console(stderr=True).status("") as status:
+        report = measured(
+            what, workers, seconds=seconds, step_s=None if step_ms is None else step_ms / 1e3, say=status.update
+        )
+    show(report, Console(highlight=False))
+    if as_json:
+        about = environment() | {"loading": report.to_json()}
+        typer.echo(json.dumps({"figures": report.figures(), "environment": about}))
 
 
 def simulate(
@@ -327,12 +370,12 @@ def _plans(text: str | None) -> list[str]:
     return [plan.strip() for plan in (text or "").split(";") if plan.strip()]
 
 
-def _numbers(text: str | None) -> list[int] | None:
+def _numbers(text: str | None, option: str = "--devices") -> list[int] | None:
     if text is None:
         return None
     words = [word.strip() for word in text.split(",") if word.strip()]
     if not all(word.isascii() and word.isdecimal() for word in words):
-        raise typer.BadParameter(f"{text!r} is not a list of numbers such as 1,2", param_hint="--devices")
+        raise typer.BadParameter(f"{text!r} is not a list of numbers such as 1,2", param_hint=option)
     return [int(word) for word in words]
 
 
@@ -353,7 +396,7 @@ def _jitter(text: str | None) -> Jitter | None:
 
 _SCALING = "paceline bench scaling examples/digits.yaml --devices 1,2 --repeat 3"
 COMMAND = Command(
-    "Measure how a job scales, compare it with other systems, or simulate other machines.",
+    "Measure how a job scales or loads its data, compare it with other systems, or simulate other machines.",
     "Measure",
     _SCALING,
     commands={
@@ -361,6 +404,7 @@ COMMAND = Command(
         "compare": Command(
             compare, example="paceline bench compare examples/digits.yaml --systems ddp,fsdp", starts_ranks=True
         ),
+        "data": Command(data, example="paceline bench data examples/digits.yaml --num-workers 0,2 --step-ms 20"),
         "simulate": Command(
             simulate, example="paceline bench simulate examples/plan/llama_8b.yaml --cluster 1024xH100"
         ),
