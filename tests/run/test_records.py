@@ -4,19 +4,35 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow.parquet as parquet
 import pytest
 from rich.console import Console
 
-from commands import ended_well, events, kill_rank, losses, training, wait_for_events, wait_for_step, write_job
+from commands import (
+    ended_well,
+    events,
+    in_a_process,
+    kill_rank,
+    losses,
+    paceline,
+    training,
+    wait_for_events,
+    wait_for_step,
+    write_job,
+)
 from paceline.errors import LaunchError
 from paceline.job.job import Job
 from paceline.run.record.run import Run
 from paceline.run.train import train
 from refusals import raises
+from storage.servers import BUCKET, fronted, reached_over, serving
 
 ROWS, SHARDS = 30, 8
 SMALL = Path(__file__).parent.parent / "small_jobs.py"
@@ -115,6 +131,18 @@ def test_changed_files_are_refused_by_name_at_resume(change: str, named: str, fi
     assert named in str(caught.value)
 
 
+def test_a_saved_model_measures_and_predicts_on_other_files(files: Path, tmp_path: Path) -> None:
+    run = trained(job_on(files, tmp_path), tmp_path / "run", "dp=1").path
+    other = write_rows(tmp_path / "other", seed=5, shards=1) / "part-0.jsonl"
+    measured = paceline("evaluate", run, "--data", other, folder=tmp_path)
+    assert measured.code == 0, measured.err
+    rows = [json.loads(line) for line in other.read_text().splitlines()]
+    other.write_text("".join(json.dumps({"x": row["x"]}) + "\n" for row in rows))
+    predicted = paceline("predict", run, "--data", other, "--out", tmp_path / "out.parquet", folder=tmp_path)
+    assert predicted.code == 0, predicted.err
+    assert parquet.read_table(tmp_path / "out.parquet").num_rows == ROWS
+
+
 def test_a_file_that_cannot_be_read_is_left_out_only_on_request(files: Path, tmp_path: Path) -> None:
     whole = gzip.compress((files / "part-2.jsonl").read_bytes())
     (files / "part-2.jsonl.gz").write_bytes(whole[: len(whole) // 2])
@@ -167,3 +195,21 @@ def test_a_mixture_counts_its_sources_and_resumes(files: Path, tmp_path: Path) -
     trained(mixed(13), run, "dp=2")
     trained(mixed(40), run, "dp=3", resume=True)
     assert losses(run) == pytest.approx(losses(whole), rel=1e-5)
+
+
+def test_an_object_store_that_fails_now_and_then_gives_the_same_training(files: Path, tmp_path: Path) -> None:
+    local = losses(trained(job_on(files, tmp_path), tmp_path / "local", "dp=2").path)
+    upload = f"from paceline.storage.store import Store; store = Store('s3://{BUCKET}/corpus')\n" + "".join(
+        f"store.write({file.name!r}, {file.read_bytes()!r})\n" for file in files.iterdir()
+    )
+    with serving(tmp_path) as server:
+        subprocess.run([sys.executable, "-c", upload], env=os.environ | server.environment, check=True, timeout=120)
+        # run by a command, because fsspec keeps a thread and its connections until its process ends
+        with fronted(server, failing=0.05, latency_s=0.02) as front:
+            job = job_on(files, tmp_path, data={"path": f"s3://{BUCKET}/corpus/*.jsonl", "num_workers": 1})
+            environment = reached_over(front, server)
+            arguments = ("train", job, "--plan", "dp=2", "--run", "remote")
+            outcome = in_a_process(*arguments, folder=tmp_path, **environment)
+            assert outcome.code == 0, outcome.err
+            assert front.requests >= 8
+    assert losses(tmp_path / "remote") == local

@@ -18,7 +18,7 @@ from paceline.data.samples import held_out_batches
 from paceline.errors import DataError
 from paceline.extensions import optional_package
 from paceline.job.batch import Batch
-from paceline.job.data import Arrays, Custom, Images
+from paceline.job.data import Arrays, Custom, Images, Records
 from paceline.job.job import Job
 from paceline.job.samples import in_users_data
 from paceline.job.spec import load_object
@@ -63,6 +63,8 @@ def inputs_of(job: Job, source: str, columns: Sequence[str], classes: list[str] 
     if source not in SETS and isinstance(spec, Custom):
         made = load_object(resolved_source(spec, source))(**spec.args)
         return _of_dataset(WithoutTargets(made), classes)
+    if source not in SETS and isinstance(spec, Records) and spec.inputs is not None:
+        job = job.model_copy(update={"data": spec.model_copy(update={"target": None})})
     return _of_dataset(data_of(job, source), classes)
 
 
