@@ -13,6 +13,7 @@ from tokenizers import Tokenizer as Library
 
 from paceline.corpus.tokenizer import Tokenizer
 from paceline.errors import DataError
+from refusals import raises
 from small_tokenizers import END, MASK, PAD, SENTENCES, save_tokenizer
 
 NAMES = {"eos_token": END, "mask_token": MASK, "pad_token": PAD}
@@ -87,19 +88,19 @@ def test_a_tokenizer_can_be_sent_to_another_process(folder: Path) -> None:
 
 
 def test_files_that_are_no_tokenizer_are_refused(tmp_path: Path) -> None:
-    def code(path: Path) -> str:
-        with pytest.raises(DataError) as caught:
-            Tokenizer.load(path)
-        return caught.value.problems[0].code
-
     (tmp_path / "job.json").write_text('{"model": 3}')
     (tmp_path / "empty").mkdir()
-    assert code(tmp_path / "none") == code(tmp_path / "empty") == "data.tokenizer_unreadable"
-    assert code(tmp_path / "job.json") == "data.not_a_tokenizer"
-    assert code(save_tokenizer(tmp_path / "no_end", end="<stop>")) == "data.no_end_token"
-    assert code(save_tokenizer(tmp_path / "other", names={"eos_token": "</end>"})) == "data.special_token_unknown"
     (save_tokenizer(tmp_path / "broken") / "tokenizer_config.json").write_text("{")
-    assert code(tmp_path / "broken") == "data.tokenizer_config_invalid"
+    for path, code in (
+        (tmp_path / "none", "data.tokenizer_unreadable"),
+        (tmp_path / "empty", "data.tokenizer_unreadable"),
+        (tmp_path / "job.json", "data.not_a_tokenizer"),
+        (save_tokenizer(tmp_path / "no_end", end="<stop>"), "data.no_end_token"),
+        (save_tokenizer(tmp_path / "other", names={"eos_token": "</end>"}), "data.special_token_unknown"),
+        (tmp_path / "broken", "data.tokenizer_config_invalid"),
+    ):
+        with raises(DataError, code):
+            Tokenizer.load(path)
 
 
 def test_a_missing_package_is_named_with_its_extra(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,7 +112,5 @@ def test_a_missing_package_is_named_with_its_extra(folder: Path, monkeypatch: py
         return found(name, *args, **kwargs)
 
     monkeypatch.setattr(builtins, "__import__", without_tokenizers)
-    with pytest.raises(DataError, match=r"paceline\[data\]") as caught:
+    with raises(DataError, "data.package_missing", package="tokenizers"):
         Tokenizer.load(folder)
-    assert caught.value.problems[0].code == "data.package_missing"
-    assert caught.value.fields["package"] == "tokenizers"

@@ -1,9 +1,11 @@
-"""`paceline data show`"""
+"""`paceline data show`, `paceline data tokenize`"""
 
 from __future__ import annotations
 
 import shlex
 import sys
+import time
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
@@ -47,5 +49,117 @@ def show(
         typer.echo("To see the images: --page FILE.html")
 
 
+_CACHE_BYTES = 100 << 30  # of copies of the source
+_LINE_EVERY_S = 10.0  # between lines of progress if the output is no terminal
+
+
+class SourceFormat(StrEnum):
+    """Formats of files with text."""
+
+    JSONL = "jsonl"
+    TEXT = "text"
+    LINES = "lines"
+    CSV = "csv"
+    PARQUET = "parquet"
+    ARROW = "arrow"
+    TAR = "tar"
+    MDS = "mds"
+
+
+def tokenize(
+    source: Annotated[
+        str, typer.Argument(metavar="SOURCE", help="File, folder, pattern or URL of the text; in quotes if a pattern.")
+    ],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to write, or to bring up to date.")],
+    tokenizer: Annotated[
+        Path,
+        typer.Option("--tokenizer", metavar="PATH", help="A tokenizer.json, or a Hugging Face folder that has one."),
+    ],
+    column: Annotated[str, typer.Option(help="Column of the source that holds the text.")] = "text",
+    format: Annotated[
+        SourceFormat | None, typer.Option(help="Format of the source.", show_default="by the suffix of its files")
+    ] = None,
+    workers: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="Number of processes.", show_default="the number of cores")
+    ] = None,
+) -> None:
+    """Convert text to tokens once, for all later runs.
+
+    The folder is the `path` of a job's `data` with `kind: tokens`. If the command ends early, or the source has
+    changed, the same command converts what is missing.
+    """
+    from paceline.console import Console
+    from paceline.corpus.host_files import HostFiles
+    from paceline.corpus.shards import Corpus
+    from paceline.corpus.tokenizer import Tokenizer
+    from paceline.corpus.tokens import tokenize as convert
+    from paceline.files import made_cache_folder
+    from paceline.units import clock, count, large
+
+    console = Console(stderr=True)
+    model = Tokenizer.load(tokenizer)
+    with console.status("reading the index of the source"):
+        cache = HostFiles(made_cache_folder("shards"), _CACHE_BYTES)
+        corpus = Corpus.open([source], format=format and format.value, cache=cache)
+    started = time.monotonic()
+    with Bar(console, len(corpus)) as bar:
+        about = convert(corpus, column, model, out, workers=workers, progress=bar.update)
+    documents = f"{count(about.documents, 'document')}, {large(about.tokens)} tokens"
+    took = clock(time.monotonic() - started)
+    typer.echo(f"{out}: {documents} with ids from 0 to {about.vocab_size - 1:,}, in {took}")
+    if about.empty:
+        typer.echo(f"{count(about.empty, 'row')} without text {'was' if about.empty == 1 else 'were'} left out")
+
+
+class Bar:
+    """Progress of a conversion: a bar in a terminal, otherwise a line every 10 s."""
+
+    def __init__(self, console: object, rows: int) -> None:
+        from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+        self.rows = rows
+        self._started = self._printed_at = time.monotonic()
+        self._live = Progress(
+            BarColumn(bar_width=20),
+            TextColumn("{task.percentage:>3.0f} % {task.description}", markup=False),
+            TimeRemainingColumn(),
+            console=console,  # type: ignore[arg-type]  # rich is imported late
+            auto_refresh=False,
+            transient=True,
+        )
+        self._task = self._live.add_task("", total=rows)
+        self._first: tuple[int, float] | None = None
+
+    def __enter__(self) -> Bar:
+        if self._live.console.is_terminal:
+            self._live.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._live.console.is_terminal:
+            self._live.stop()
+
+    def update(self, rows: int, tokens: int) -> None:
+        """Show the number of rows and tokens so far."""
+        from paceline.units import large
+
+        now = time.monotonic()
+        # tokens of an earlier call do not count for the speed
+        before, since = self._first = self._first or (tokens, now)
+        speed = f", {large((tokens - before) / (now - since))} tokens/s" if now > since else ""
+        text = f"{large(tokens)} tokens{speed}"
+        if self._live.console.is_terminal:
+            self._live.update(self._task, completed=rows, description=text, refresh=True)
+        elif now - self._printed_at >= _LINE_EVERY_S:
+            self._printed_at = now
+            typer.echo(f"{rows:,} of {self.rows:,} rows, {text}", err=True)
+
+
 _SHOW = "paceline data show examples/digits.yaml --samples 8 --page digits.html"
-COMMAND = Command("Look at the data of a job.", "Train", _SHOW, commands={"show": Command(show, example=_SHOW)})
+_TOKENIZE = "paceline data tokenize texts/ tokens/ --tokenizer tokenizer.json"
+COMMAND = Command(
+    "Look at the data of a job, and prepare data.",
+    "Train",
+    _SHOW,
+    commands={"show": Command(show, example=_SHOW), "tokenize": Command(tokenize, example=_TOKENIZE)},
+)

@@ -1,0 +1,37 @@
+"""`paceline data tokenize`: text of any format becomes a folder of tokens, and errors name the file and the option."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from commands import paceline
+from paceline.corpus.tokens import read_about
+from small_tokenizers import SENTENCES, save_tokenizer
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tokenizer(tmp_path_factory.mktemp("tokenizer")) / "tokenizer.json"
+
+
+def test_a_folder_of_text_becomes_a_folder_of_tokens(
+    tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "source").mkdir()
+    rows = [{"body": text} for text in (*SENTENCES, "")]
+    (tmp_path / "source" / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    command = ("data", "tokenize", "source", "out", "--tokenizer", tokenizer)
+
+    where = f"{tmp_path}/source/a.jsonl, row 0"
+    paceline(*command, folder=tmp_path).fails_with("data.row_without_column", name="text", where=where)
+    outcome = paceline(*command, "--column", "body", "--workers", 1, folder=tmp_path)
+    assert outcome.says("out: 3 documents", "1 row without text was left out")
+    assert read_about(tmp_path / "out").documents == 3
+
+    other = save_tokenizer(tmp_path / "other", vocab=330)
+    again = paceline("data", "tokenize", "source", "out", "--tokenizer", other, "--column", "body", folder=tmp_path)
+    again.fails_with("data.other_tokenizer", folder=tmp_path / "out")
