@@ -20,7 +20,7 @@ from paceline.elastic.leadership import RunLock
 from paceline.errors import DataError
 from paceline.job.job import Job
 from paceline.job.samples import Selection
-from paceline.job.stop import StopRule
+from paceline.job.stop import Epochs, StopRule
 from paceline.run.build import load_published
 from paceline.run.process import stop_signals
 from paceline.run.record.run import Run
@@ -93,7 +93,7 @@ class Simulation:
         counts = self.training.work.step_counts(self.deal.samples)
         self.behaviour = Behaviour(spec.simulate, job.seed, counts)
         self.measure = Measure(self.training)
-        self.stop = StopRule(job.stop, steps_per_epoch=1, metrics=self.measure.metrics)
+        self.stop = StopRule(job.stop, Epochs(1), metrics=self.measure.metrics)
         self._signals: list[str] = []
 
     def run(self, run: Run) -> None:

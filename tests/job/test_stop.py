@@ -12,11 +12,11 @@ from pydantic import ValidationError
 
 from paceline.errors import JobError
 from paceline.job.loss import MetricSpec, build_metrics
-from paceline.job.stop import BestSpec, StopRule, StopSpec
+from paceline.job.stop import BestSpec, Epochs, StopRule, StopSpec
 
 
 def rule(steps_per_epoch: int = 10, elapsed_before_s: float = 0.0, **values: Any) -> StopRule:
-    return StopRule(StopSpec(**values), steps_per_epoch, elapsed_before_s)
+    return StopRule(StopSpec(**values), Epochs(steps_per_epoch), elapsed_before_s)
 
 
 def stopped_at(rule: StopRule, losses: list[float]) -> tuple[int, str] | None:
@@ -118,7 +118,7 @@ def test_a_metric_that_falls_ends_the_run_only_below_its_target() -> None:
 def test_patience_ends_after_so_many_evaluations_without_a_better_one(metric: str, sign: float) -> None:
     metrics = build_metrics(["accuracy"])
     spec = StopSpec.model_validate({"patience": {"metric": metric, "evaluations": 2, "min_delta": 0.1}})
-    watch = StopRule(spec, 10, metrics=metrics)
+    watch = StopRule(spec, Epochs(10), metrics=metrics)
     values = [1.0, 0.8, 0.75, float("nan")]
     reasons = [watch.after_evaluation({metric: sign * value}, step) for step, value in enumerate(values)]
     assert reasons[:3] == [None, None, None]
@@ -128,7 +128,7 @@ def test_patience_ends_after_so_many_evaluations_without_a_better_one(metric: st
 
 def test_an_evaluation_that_is_not_due_can_only_be_the_best() -> None:
     spec = StopSpec.model_validate({"metric_below": {"loss": 0.5}, "patience": {"metric": "loss", "evaluations": 1}})
-    watch = StopRule(spec, 10, keep=BestSpec(metric="loss"))
+    watch = StopRule(spec, Epochs(10), keep=BestSpec(metric="loss"))
     assert watch.after_evaluation({"loss": 1.0}, 10) is None
     before = watch.state_dict()["patience"]
     assert watch.after_evaluation({"loss": 0.1}, 15, counts=False) is None
@@ -140,16 +140,18 @@ def test_an_evaluation_that_is_not_due_can_only_be_the_best() -> None:
 
 def test_patience_and_the_best_evaluation_survive_a_resume_and_a_repeated_evaluation() -> None:
     spec = StopSpec.model_validate({"steps": 100, "patience": {"metric": "loss", "evaluations": 2}})
-    watch = StopRule(spec, 10, keep=BestSpec(metric="loss"))
+    watch = StopRule(spec, Epochs(10), keep=BestSpec(metric="loss"))
     watch.after_evaluation({"loss": 1.0}, 10)
     watch.after_evaluation({"loss": 2.0}, 20)
-    resumed = StopRule(spec, 10, keep=BestSpec(metric="loss"))
+    resumed = StopRule(spec, Epochs(10), keep=BestSpec(metric="loss"))
     resumed.load_state_dict(json.loads(json.dumps(watch.state_dict())))
     assert resumed.best is not None
     assert (resumed.best.step, resumed.best.value) == (10, 1.0)
     assert resumed.after_evaluation({"loss": 2.0}, 20) is None, "a failure had this evaluation repeated"
     assert str(resumed.after_evaluation({"loss": 1.0}, 30)).startswith("patience: ")
-    other = StopRule(spec, 10, keep=BestSpec(metric="accuracy", mode="max"), metrics=build_metrics(["accuracy"]))
+    other = StopRule(
+        spec, Epochs(10), keep=BestSpec(metric="accuracy", mode="max"), metrics=build_metrics(["accuracy"])
+    )
     other.load_state_dict(watch.state_dict())
     assert other.best is not None
     assert other.best.value is None, "the best value of another metric"
@@ -161,13 +163,13 @@ def test_the_better_direction_of_a_metric_is_known_or_must_be_given() -> None:
 
     spec = StopSpec(steps=1)
     with pytest.raises(JobError):
-        StopRule(spec, 1, keep=BestSpec(metric="own"), metrics=[Own()])
+        StopRule(spec, Epochs(1), keep=BestSpec(metric="own"), metrics=[Own()])
     with pytest.raises(JobError):
-        StopRule(spec, 1, keep=BestSpec(metric="accuracy"))  # is never measured
-    best = StopRule(spec, 1, keep=BestSpec(metric="own", mode="max"), metrics=[Own()]).best
+        StopRule(spec, Epochs(1), keep=BestSpec(metric="accuracy"))  # is never measured
+    best = StopRule(spec, Epochs(1), keep=BestSpec(metric="own", mode="max"), metrics=[Own()]).best
     assert best is not None
     assert best.higher
     area = build_metrics([MetricSpec(name="torchmetrics.classification:BinaryAUROC")])
-    best = StopRule(spec, 1, keep=BestSpec(metric="BinaryAUROC"), metrics=area).best
+    best = StopRule(spec, Epochs(1), keep=BestSpec(metric="BinaryAUROC"), metrics=area).best
     assert best is not None
     assert best.higher

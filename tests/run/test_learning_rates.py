@@ -14,6 +14,7 @@ from torch.optim import lr_scheduler
 from paceline.errors import JobError
 from paceline.job.optimizer import OptimizerSpec
 from paceline.job.schedule import ScheduleSpec
+from paceline.job.stop import Epochs
 from paceline.run.learning_rate import LearningRate
 from refusals import raises
 
@@ -78,7 +79,7 @@ def torch_optimizer(of: nn.Linear) -> torch.optim.Optimizer:
 
 
 def rates(spec: dict[str, Any], optimizer: torch.optim.Optimizer) -> LearningRate:
-    return LearningRate(ScheduleSpec.model_validate(spec), optimizer, STEPS, EPOCH)
+    return LearningRate(ScheduleSpec.model_validate(spec), optimizer, STEPS, Epochs(EPOCH))
 
 
 def settings(optimizer: torch.optim.Optimizer) -> list[tuple[float, float]]:
@@ -196,7 +197,7 @@ def test_arguments_that_do_not_fit_are_refused(spec: dict[str, Any]) -> None:
 def test_a_cycle_without_an_end_is_refused() -> None:
     spec = ScheduleSpec.model_validate({"name": "OneCycleLR", "args": {"max_lr": 0.1}})
     with raises(JobError, "schedule.cycle_end_unknown"):
-        LearningRate(spec, job_optimizer(model()), None, EPOCH)
+        LearningRate(spec, job_optimizer(model()), None, Epochs(EPOCH))
 
 
 @pytest.mark.parametrize(

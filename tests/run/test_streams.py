@@ -20,9 +20,10 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
 import paceline
-from paceline.data.whole import cut, digest_of, rows_of
+from paceline.data.whole import cut, rows_of
 from paceline.engine.engine import RankEngine
 from paceline.errors import DataError
+from paceline.job.samples import digest_of
 from ranks import RankError, Ranks
 from refusals import raises
 

@@ -22,11 +22,11 @@ from paceline.corpus.host_files import FetchAhead
 from paceline.data.loader_processes import Begin, SmallBatch, Workers, as_sent, failed, make_room_for_sockets
 from paceline.data.samples import Collate, CountedBatch, LoaderFailure, RequestedSamples, SampleRequest
 from paceline.data.stream import SamplerStream
-from paceline.data.whole import BatchShard, Flow, digest_of
+from paceline.data.whole import BatchShard, Flow
 from paceline.errors import DataError, PlanError
 from paceline.job.batch import on_device
 from paceline.job.partition import Partition, Place
-from paceline.job.samples import in_users_data
+from paceline.job.samples import digest_of, in_users_data
 from paceline.own_random import kept_random
 
 _LOOKED_AHEAD_EVERY = 16  # steps between looks at the shards that are read next
@@ -178,7 +178,7 @@ class Loader:
         finally:
             if self._batches is batches and self._end_processes.still_active():  # inactive only while Python exits
                 self.close()
-        if start and step == start:  # the stream ended at its saved position, so begin the next epoch
+        if self.begins_anew and start and step == start:  # the stream ended at its saved position: begin the next epoch
             yield from self
 
     def start(self) -> None:
@@ -360,15 +360,8 @@ class Loader:
             self._check_order(state)
             self.partition.changes.load(state.get("shares", ()))
         began = state["epoch"] or state["step"]
-        if isinstance(self.partition, Flow) and began and (then := state["flow"]["workers"]) != self.num_workers:
-            raise DataError(
-                "data.workers_differ",
-                "{name} was read by {then} loader processes, and each process reads its own part of the stream. Resume "
-                "with num_workers={then} instead of {num_workers}.",
-                name=self.partition.name,
-                then=then,
-                num_workers=self.num_workers,
-            )
+        if isinstance(self.partition, Flow) and began:
+            self.partition.refuse_workers(state["flow"], self.num_workers)
         self._end_processes()
         self._open((state["epoch"], state["step"]), state["reader"] if state["read_by"] == self._read_by else None)
         if isinstance(self.partition, SamplerStream):
@@ -379,6 +372,14 @@ class Loader:
         self.position, self.indices = None, []
         self._overlapping, self._within = None, True
         self._epochs = state.get("epochs", state["epoch"])
+
+    def gather_states(self) -> None:
+        """Exchange the states of a stream's parts, before the position is saved.
+
+        Every rank calls this.
+        """
+        if isinstance(self.partition, Flow):
+            self.partition.gather_states()
 
     def close(self) -> None:
         """End the loader processes.

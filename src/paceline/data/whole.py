@@ -20,9 +20,8 @@ from paceline.comm import Group
 from paceline.data.samples import Collate, RequestedSamples, SampleRequest
 from paceline.errors import DataError
 from paceline.job.partition import even_shard, even_shares
+from paceline.job.samples import digest_of
 from paceline.own_random import OwnRandom
-
-_LOOKED_AT = 64  # maximum number of a tensor's elements that enter its digest
 
 
 @dataclass
@@ -315,6 +314,21 @@ class Flow:
         each = max(self.workers, 1)
         return (turn - 1) // each * each  # the first request goes to the first loader process
 
+    def refuse_workers(self, state: Mapping[str, Any], workers: int) -> None:
+        """Refuse a state that was saved with another number of loader processes."""
+        if (then := state["workers"]) != workers:
+            raise DataError(
+                "data.workers_differ",
+                "{name} was read by {then} loader processes, and each process reads its own part of the stream. Resume "
+                "with num_workers={then} instead of {num_workers}.",
+                name=self.name,
+                then=then,
+                num_workers=workers,
+            )
+
+    def gather_states(self) -> None:
+        """Do nothing, because every rank knows the whole position."""
+
     def state_dict(self, turn: int) -> dict[str, Any]:
         """Return the state for `load_state_dict`; the caller saves the turn itself."""
         if turn == 0:
@@ -412,32 +426,6 @@ def cut(batch: Any, rows: slice | list[int]) -> Any:
         parts = [cut(value, rows) for value in batch]
         return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
     return batch
-
-
-def digest_of(value: Any) -> int:
-    """Return a checksum that is very likely to differ for two different samples.
-
-    The checksum of a tensor depends on its shape, its dtype and some of its elements.
-    """
-    if isinstance(value, Tensor):
-        value = value.detach().cpu().float().numpy() if value.dtype == torch.bfloat16 else value.detach().cpu().numpy()
-    if isinstance(value, np.ndarray):
-        if value.dtype.hasobject:
-            return zlib.crc32(repr((value.shape, value.reshape(-1)[:_LOOKED_AT].tolist())).encode())
-        flat = value.reshape(-1)
-        looked_at = flat[:: max(1, -(-flat.size // _LOOKED_AT))]
-        return zlib.crc32(looked_at.tobytes(), zlib.crc32(f"{value.shape} {value.dtype}".encode()))
-    if isinstance(value, Mapping):
-        return zlib.crc32(repr([(str(key), digest_of(inner)) for key, inner in value.items()]).encode())
-    if isinstance(value, (list, tuple)):
-        return zlib.crc32(repr([digest_of(inner) for inner in value]).encode())
-    if isinstance(value, (str, bytes, int, float, bool, np.generic)) or value is None:
-        return zlib.crc32(repr(value).encode())
-    if hasattr(value, "tobytes"):  # for example an image
-        return zlib.crc32(value.tobytes())
-    if hasattr(value, "__dict__") and vars(value):
-        return digest_of(vars(value))
-    return zlib.crc32(type(value).__qualname__.encode())
 
 
 def _lengths(batch: Any) -> Iterator[int | None]:

@@ -187,6 +187,8 @@ class StepBoundary:
         recuts: number of times that pipelines were divided into new stages.
         outcome: result of the newest step, for ranks that are ready to take it.
         cut: first layer of each pipeline stage, as in `Plan.cut`.
+        epoch_ends: steps after which epochs of a stream have ended.
+        position: the loader's position in a stream; None for other data, whose position follows from the step.
     """
 
     step: int = -1
@@ -204,6 +206,8 @@ class StepBoundary:
     recuts: int = 0
     outcome: dict[str, Any] | None = None
     cut: str = ""
+    epoch_ends: list[int] = field(default_factory=list)
+    position: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True)

@@ -108,7 +108,7 @@ class _Data(Spec):
             raise InvalidValue(
                 "data.no_other_source", "{kind} has no files. Give a share of its samples, e.g. 0.1.", kind=kind
             )
-        if kind == "dataset":
+        if kind in ("dataset", "iterable"):
             return resolve_import_path(source, context)
         if not is_url(source):
             return str(_expand(Path(source), (context or {}).get("base", Path.cwd())))
@@ -338,17 +338,54 @@ class Mixture(_Data):
         return self
 
 
-class Custom(_Data):
-    """Any map-style `torch.utils.data.Dataset`, which a factory returns.
+class _Made(_Data):
+    """Data that a factory returns.
 
     `factory` is the import path of a callable, which gets `args` as keyword arguments. `held_out_factory` makes the
-    validation set from the same `args`. Without `held_out_factory`, a share of the samples is held out.
+    validation set from the same `args`.
     """
 
-    kind: Literal["dataset"]
     factory: str
     args: Args = Field(default_factory=dict)
     held_out_factory: str | None = None
+
+
+class Custom(_Made):
+    """Any map-style `torch.utils.data.Dataset`.
+
+    Without `held_out_factory`, a share of the samples is held out.
+    """
+
+    kind: Literal["dataset"]
+
+
+class Streamed(_Made):
+    """Any `torch.utils.data.IterableDataset`.
+
+    The data set is read in `parts`, which data-parallel ranks and loader processes divide among themselves. By default,
+    a data set with `shard` has as many parts as files, or 60, and a data set that uses `get_worker_info` has one part
+    for each process that reads.
+    """
+
+    kind: Literal["iterable"]
+    held_out: float = Field(default=0.0, ge=0, lt=1)
+    parts: int | None = Field(default=None, ge=1)
+
+    @field_validator("held_out", "test", mode="after")
+    @classmethod
+    def _no_share(cls, value: Any, info: ValidationInfo) -> Any:
+        if isinstance(value, float) and value:
+            raise InvalidValue(
+                "data.share_of_stream",
+                "{key} is {value:g}, but a share of a stream cannot be held out, because its samples are not known "
+                "before they are read. {instead}",
+                key=info.field_name,
+                value=value,
+                instead="Name a held_out_factory."
+                if info.field_name == "held_out"
+                else "Name the import path of a factory.",
+            )
+        return value
 
 
 class Synthetic(_Data):
@@ -366,7 +403,8 @@ class Synthetic(_Data):
 
 DataSpec = Annotated[
     Annotated[
-        Digits | Cifar10 | Images | Text | Arrays | Records | Mixture | Custom | Synthetic, Field(discriminator="kind")
+        Digits | Cifar10 | Images | Text | Arrays | Records | Mixture | Custom | Streamed | Synthetic,
+        Field(discriminator="kind"),
     ],
     BeforeValidator(_Data.long_form),
 ]

@@ -181,6 +181,17 @@ class Job(Spec):
         return self
 
     @model_validator(mode="after")
+    def _divide_streams_by_parts(self) -> Job:
+        if self.data.kind != "iterable" or (self.partition.kind == "uniform" and self.partition.weights is None):
+            return self
+        raise InvalidValue(
+            "partition.of_stream",
+            "partition is {partition}, but the samples of a stream are not known before they are read. Remove the key "
+            "partition.",
+            partition="weights" if self.partition.weights is not None else self.partition.kind,
+        )
+
+    @model_validator(mode="after")
     def _schedule_metric_is_measured(self) -> Job:
         if not self.schedule.follows_metric:
             return self
@@ -264,6 +275,7 @@ class Job(Spec):
             "ema": self.ema is not None,
             "precision: fp16": self.precision == "fp16",
             "gradient_accumulation_steps": self.gradient_accumulation_steps > 1,
+            "data.kind: iterable": self.data.kind == "iterable",
         }
         return [key for key, used in found.items() if used]
 

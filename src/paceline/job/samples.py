@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+import zlib
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from types import MethodType
 from typing import Any, NamedTuple, Protocol
@@ -20,6 +21,7 @@ from paceline.units import count
 Labels = npt.NDArray[np.int64]
 Batch = tuple[Tensor, ...]
 
+_LOOKED_AT = 64  # maximum number of a tensor's elements that enter its digest
 _SMALL = 64  # maximum number of entries in a container that `apart` copies
 
 
@@ -197,6 +199,32 @@ def apart(dataset: Any) -> Any:
 
 def _package(value: Any) -> str:
     return type(value).__module__.partition(".")[0]
+
+
+def digest_of(value: Any) -> int:
+    """Return a checksum that is very likely to differ for two different samples.
+
+    The checksum of a tensor depends on its shape, its dtype and some of its elements.
+    """
+    if isinstance(value, Tensor):
+        value = value.detach().cpu().float().numpy() if value.dtype == torch.bfloat16 else value.detach().cpu().numpy()
+    if isinstance(value, np.ndarray):
+        if value.dtype.hasobject:
+            return zlib.crc32(repr((value.shape, value.reshape(-1)[:_LOOKED_AT].tolist())).encode())
+        flat = value.reshape(-1)
+        looked_at = flat[:: max(1, -(-flat.size // _LOOKED_AT))]
+        return zlib.crc32(looked_at.tobytes(), zlib.crc32(f"{value.shape} {value.dtype}".encode()))
+    if isinstance(value, Mapping):
+        return zlib.crc32(repr([(str(key), digest_of(inner)) for key, inner in value.items()]).encode())
+    if isinstance(value, (list, tuple)):
+        return zlib.crc32(repr([digest_of(inner) for inner in value]).encode())
+    if isinstance(value, (str, bytes, int, float, bool, np.generic)) or value is None:
+        return zlib.crc32(repr(value).encode())
+    if hasattr(value, "tobytes"):  # for example an image
+        return zlib.crc32(value.tobytes())
+    if hasattr(value, "__dict__") and vars(value):
+        return digest_of(vars(value))
+    return zlib.crc32(type(value).__qualname__.encode())
 
 
 def in_users_data(dataset: Any, indices: Sequence[Any]) -> tuple[Any, list[Any]]:

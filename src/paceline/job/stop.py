@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import InitVar, dataclass, field
@@ -90,9 +91,9 @@ class StopSpec(Spec):
         below, above = (dict.fromkeys(getattr(self, key), f"stop.{key}") for key in ("metric_below", "metric_above"))
         return patience | below | above
 
-    def total_steps(self, steps_per_epoch: int) -> int | None:
+    def total_steps(self, steps_per_epoch: int | None) -> int | None:
         """Return the maximum number of steps; None if the rules do not limit the steps."""
-        bounds = [b for b in (self.steps, self.epochs and self.epochs * steps_per_epoch) if b]
+        bounds = [b for b in (self.steps, self.epochs and self.epochs * (steps_per_epoch or 0)) if b]
         return min(bounds) if bounds else None
 
 
@@ -196,7 +197,7 @@ class StopRule:
     """
 
     spec: StopSpec
-    steps_per_epoch: int
+    epochs: Epochs
     elapsed_before_s: float = 0.0
     keep: InitVar[BestSpec | None] = None
     metrics: InitVar[Sequence[Any]] = ()
@@ -296,7 +297,7 @@ class StopRule:
     def _bound(self, step: int) -> str | None:
         if self.spec.steps and step >= self.spec.steps:
             return f"steps: {self.spec.steps} done"
-        if self.spec.epochs and step >= self.spec.epochs * self.steps_per_epoch:
+        if self.spec.epochs and self.epochs.completed(step) >= self.spec.epochs:
             return f"epochs: {self.spec.epochs} done"
         return None
 
@@ -333,6 +334,46 @@ class StopRule:
                 f"{rule.less_than:g}, at step {step}"
             )
         return None
+
+
+class Epochs:
+    """Epochs of a run, by number of steps or as a stream ends them.
+
+    Args:
+        steps: number of steps of every epoch; None if a stream decides.
+    """
+
+    def __init__(self, steps: int | None) -> None:
+        self.steps = steps
+        self.ends: list[int] = []  # steps after which a stream ended
+
+    def completed(self, step: int) -> int:
+        """Return the number of epochs that end with `step` or before it."""
+        return bisect_right(self.ends, step) if self.steps is None else step // self.steps
+
+    def of(self, step: int) -> int:
+        """Return the epoch (0-based) of a step (1-based)."""
+        return bisect_left(self.ends, step) if self.steps is None else (step - 1) // self.steps
+
+    def ends_with(self, step: int) -> bool:
+        """Return True if an epoch is known to end with this step."""
+        return step in self.ends[-1:] if self.steps is None else step % self.steps == 0
+
+    def fraction(self, step: int) -> float:
+        """Return the number of epochs after `step`; of a stream, only whole epochs are counted."""
+        return float(self.completed(step)) if self.steps is None else step / self.steps
+
+    def end(self, step: int) -> None:
+        """Record the end of a stream's epoch."""
+        self.ends.append(step)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the ends of epochs so far."""
+        return {"ends": list(self.ends)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the ends of epochs."""
+        self.ends = list(state.get("ends", []))
 
 
 class SpikeSpec(Spec):

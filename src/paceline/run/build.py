@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from paceline.comm import Group
 from paceline.data.loader import Loader
+from paceline.data.parts import PartsFlow, PartsReader
 from paceline.device import DEVICE_VARIABLE, has_pinned_memory
 from paceline.engine.engine import RankEngine
 from paceline.engine.guard import Settings
@@ -21,7 +22,8 @@ from paceline.job.job import Job
 from paceline.job.parameters import names_of
 from paceline.job.partition import Partition
 from paceline.job.samples import DataSets, in_users_data
-from paceline.planning.plan import Plan
+from paceline.job.streams import Stream
+from paceline.planning.plan import DATA_AXES, Plan
 from paceline.run.convert import WeightSource, fitted, load_weights, weights_from
 from paceline.split.layout import Part, ShardLayout, predicted_bytes
 from paceline.split.mesh import Mesh
@@ -181,6 +183,8 @@ def loader_of(job: Job, mesh: Mesh, data: DataSets, num_workers: int = 0) -> Loa
 
     `num_workers` is the number of loader processes; 0 uses the job's number.
     """
+    if isinstance(data.train, Stream):
+        return _stream_loader(job, mesh, data.train, num_workers or job.data.num_workers)
     hosts = mesh.data_rank_hosts
     host_samples = _host_samples(job, data, mesh.world)
     own = in_users_data(data.train, [])[0]
@@ -215,6 +219,18 @@ def _check_same_shards(digest: list[int], group: Group) -> None:
                 "numbers of rows. Copy the same files to every host, or read them from a URL.",
                 host=host,
             )
+
+
+def _stream_loader(job: Job, mesh: Mesh, stream: Stream, num_workers: int) -> Loader:
+    ranks = mesh.data_ranks
+    # a process without a part has nothing to read
+    workers = num_workers if stream.parts is None else min(num_workers, max(1, stream.parts // ranks))
+    reader = PartsReader(stream, mesh.data_rank, ranks, job.seed, batch_size=job.global_batch, workers=max(1, workers))
+    flow = PartsFlow(
+        reader, data_group=mesh.group(*DATA_AXES), world=mesh.world, drop_last=job.drop_last, workers=workers
+    )
+    pinned = has_pinned_memory(mesh.world.device)
+    return Loader(stream, flow, num_workers=workers, pin_memory=pinned, samples=reader, rank=mesh.world.rank)
 
 
 def predicted_state_bytes(job: Job, engine: RankEngine) -> int:

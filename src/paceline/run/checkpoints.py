@@ -246,6 +246,7 @@ class Checkpoints:
     def save(self) -> None:
         """Begin a checkpoint of the current state; it is written while the next steps run."""
         self.engine.on_phase("checkpoint", self.engine.step_count)
+        self.engine.loader.gather_states()
         saved = snapshot(self.engine, self._values())
         saved.protected = None if self.stop.best is None else self.stop.best.step
         self.saving.begin(self.engine.step_count, saved, self.stop.elapsed_s)

@@ -12,6 +12,7 @@ import torch
 from paceline.errors import JobError
 from paceline.job.optimizer import BASE_LR
 from paceline.job.schedule import ScheduleSpec
+from paceline.job.stop import Epochs
 
 _FIXED = ("params", "fused", "foreach", BASE_LR)  # settings of a parameter group that no schedule changes
 
@@ -28,9 +29,9 @@ class LearningRate:
     """
 
     def __init__(
-        self, spec: ScheduleSpec, optimizer: torch.optim.Optimizer, total_steps: int | None, epoch_steps: int
+        self, spec: ScheduleSpec, optimizer: torch.optim.Optimizer, total_steps: int | None, epochs: Epochs
     ) -> None:
-        self.spec, self.optimizer, self.total_steps, self.epoch_steps = spec, optimizer, total_steps, epoch_steps
+        self.spec, self.optimizer, self.total_steps, self.epochs = spec, optimizer, total_steps, epochs
         self._base = [group[BASE_LR] for group in optimizer.param_groups]
         self._stepped = 0
         self._evaluated = -1  # step of the newest evaluation that the schedule has seen
@@ -42,7 +43,7 @@ class LearningRate:
                 group["lr"] = lr
             total = total_steps
             if total is not None and spec.period == "epoch":
-                total = math.ceil(total / epoch_steps)
+                total = None if epochs.steps is None else math.ceil(total / epochs.steps)
             total = None if spec.period == "evaluation" else total
             spec.refuse_short_cycle(total)
             self._scheduler = spec.build(optimizer, total)
@@ -62,7 +63,7 @@ class LearningRate:
             for group, lr in zip(groups, self._base, strict=True):
                 group["lr"] = lr * factor
         elif self.spec.period != "evaluation":
-            due = step if self.spec.period == "step" else step // self.epoch_steps
+            due = step if self.spec.period == "step" else self.epochs.completed(step)
             while self._stepped < due:
                 self._step()
         return float(groups[0]["lr"])

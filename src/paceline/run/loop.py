@@ -5,22 +5,23 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 from paceline.comm import Group
 from paceline.data.loader import Position
+from paceline.data.parts import PartsFlow
 from paceline.elastic.membership import StepBoundary
 from paceline.engine.engine import RankEngine, StepResult
 from paceline.engine.evaluation import batches_of
 from paceline.engine.reduction import UnreadStep
-from paceline.errors import NonFiniteError, SyncError, report_failure
+from paceline.errors import DataError, NonFiniteError, SyncError, report_failure
 from paceline.job.batch import Batch
 from paceline.job.experts import add_counts
 from paceline.job.job import Job
 from paceline.job.loss import Metric, build_metrics
 from paceline.job.partition import Partition
 from paceline.job.samples import DataSets, apart, in_users_data
-from paceline.job.stop import StopRule
+from paceline.job.stop import Epochs, StopRule
 from paceline.job.zoo.mixture import MixedSamples
 from paceline.rank_environment import is_our_rank
 from paceline.run.build import predicted_state_bytes
@@ -33,6 +34,8 @@ from paceline.run.record.run import Run
 from paceline.run.recovery.balance import Balancing
 from paceline.run.recovery.recutting import Recutting
 from paceline.wire.status import ends_generation
+
+_POSITIONS = 8  # number of positions of a stream that are kept; ranks of a run differ by one step at most
 
 
 class Loop:
@@ -52,19 +55,24 @@ class Loop:
     ) -> None:
         """Create a loop; all loops of this process share `board`."""
         self.run_directory, self.job, self.engine, self.data, self.group = run, run.job, engine, data, group
-        self.epoch_steps = engine.loader.partition.steps_per_epoch
+        partition = engine.loader.partition
+        # the ranks learn the end of a stream's epoch when they reach it
+        self.epochs = Epochs(partition.steps_per_epoch if isinstance(partition, Partition) else None)
+        length = partition.length if isinstance(partition, PartsFlow) else self.epochs.steps
         metrics = build_metrics(self.job.metrics, engine.loss)
-        self.stop = StopRule(self.job.stop, self.epoch_steps, keep=self.job.checkpoint.best, metrics=metrics)
-        self.total_steps = self.job.stop.total_steps(self.epoch_steps)
+        self.stop = StopRule(self.job.stop, self.epochs, keep=self.job.checkpoint.best, metrics=metrics)
+        self.total_steps = self.job.stop.total_steps(length)
         first = group.rank == 0
         progress = PlainProgress(self.total_steps) if first and not is_our_rank() else None
         self.events = Events(run, progress, writes=first)
-        self.recorder = StepRecorder(run.path, engine, epoch_steps=self.epoch_steps, board=board)
-        self.balancing = Balancing(engine, run.job, self.events, self.epoch_steps)
+        self.recorder = StepRecorder(run.path, engine, epochs=self.epochs, board=board)
+        self.balancing = Balancing(engine, run.job, self.events, self.epochs)
         self.remarks = Remarks(engine, self.events, self.balancing.at_even_shares)
-        self.rates = LearningRate(self.job.schedule, engine.optimizer, self.total_steps, self.epoch_steps)
-        self.evaluations = Evaluations(self.job, engine, data, metrics, self.stop, self.events, self.epoch_steps)
+        self.rates = LearningRate(self.job.schedule, engine.optimizer, self.total_steps, self.epochs)
+        self.evaluations = Evaluations(self.job, engine, data, metrics, self.stop, self.events, self.epochs)
         further: dict[str, Stateful] = {"schedule": self.rates, "evaluations": self.evaluations}
+        if self.epochs.steps is None:
+            further["epochs"] = self.epochs
         self.checkpoints = Checkpoints(run, engine, data, self.stop, group, self.events, further)
         self.evaluations.told = self._on_evaluation
         self.evaluations.on_best = self.checkpoints.save
@@ -78,6 +86,9 @@ class Loop:
         self._before: list[StepInfo] = []  # steps before `_last`, back to the last synchronization of replicas
         self._acted = -1
         self._begun: _Begun | None = None  # the step whose numbers are not read yet
+        # of a stream: the loader's positions after the newest steps
+        self._positions: dict[int, dict[str, Any]] = {}
+        self._told_reading = -1
 
     def run(self, boundary: StepBoundary | None = None, *, recut: bool = False, has_position: bool = False) -> bool:
         """Train until the stop rule or a signal ends the run, then save.
@@ -146,7 +157,9 @@ class Loop:
         Returns early, without a reason, if the ranks leave the loop.
         """
         self.at_boundary()
+        self._note_position()
         for batch in self.engine.loader:
+            self._note_position(ahead=1)
             reason = None
             for info in self.advance(batch):
                 if info.result.problem is not None and self.rewound(info.result):
@@ -156,15 +169,52 @@ class Loop:
                 reason = self.stop.ended(self.engine.step_count)
             if reason is not None:
                 return reason
-            if self.engine.step_count % self.epoch_steps:
+            if not self.epochs.ends_with(self.engine.step_count):
                 self._acted = self.engine.step_count
                 if self.leaving:
                     return None
             self.at_boundary()
+        if self.epochs.steps is None:
+            return self._end_stream()
         self._tell_sources()
         reason = self.evaluations.after_epoch()
         self._acted = self.engine.step_count
         return reason
+
+    def _end_stream(self) -> str | None:
+        """End an epoch of a stream; return a reason if the run ends."""
+        step, flow = self.engine.step_count, self.engine.loader.partition
+        assert isinstance(flow, PartsFlow)
+        if self.epochs.ends_with(step):
+            raise DataError(
+                "data.stream_over",
+                "epoch {epoch} of {name} has no samples. iter() must return the stream again for each epoch.",
+                epoch=self.epochs.completed(step),
+                name=flow.name,
+            )
+        self.epochs.end(step)
+        self._note_position()
+        self._tell_reading()
+        reason = self.evaluations.after_epoch()
+        self._acted = step
+        return reason or self.stop.ended(step)
+
+    def _tell_reading(self) -> None:
+        """Record what reading a stream has cost so far."""
+        flow, step = self.engine.loader.partition, self.engine.step_count
+        if isinstance(flow, PartsFlow) and self._told_reading != step:
+            self._told_reading = step
+            self.events("stream_read", {"step": step, "epoch": self.epochs.completed(step), **flow.costs()})
+
+    def _note_position(self, *, ahead: int = 0) -> None:
+        """Keep a stream's position after the newest step, or `ahead` steps later."""
+        loader = self.engine.loader
+        if isinstance(loader.partition, PartsFlow):
+            state = loader.state_dict()
+            # states of data sets stay in the memory of each process
+            state["flow"]["states"] = {}
+            step = self.engine.step_count + ahead
+            self._positions = {s: p for s, p in self._positions.items() if step - _POSITIONS < s < step} | {step: state}
 
     def advance(self, batch: Batch | None) -> Iterator[StepInfo]:
         """Take one step on this rank's share of a global batch.
@@ -228,7 +278,8 @@ class Loop:
         every = self.job.evaluate.every_steps
         return (
             step == self.total_steps
-            or step % self.epoch_steps == 0
+            or self.epochs.steps is None
+            or self.epochs.ends_with(step)
             or (every is not None and step % every == 0)
             or self.checkpoints.saving.falls_on(step)
             or self.engine.examines(step + 1)
@@ -288,6 +339,8 @@ class Loop:
             recuts=self.recutting.recuts + bool(self.recutting.cut),
             outcome=None if self.engine.outcome is None else asdict(self.engine.outcome),
             cut="" if pipeline is None else pipeline.cut,
+            epoch_ends=list(self.epochs.ends),
+            position=self._positions.get(self.engine.step_count),
         )
 
     def _go_on(self, boundary: StepBoundary, *, recut: bool, has_position: bool) -> str | None:
@@ -295,7 +348,9 @@ class Loop:
         engine = self.engine
         engine.step_count, self._acted = boundary.step, boundary.acted
         if not (recut or has_position):
-            engine.loader.load_state_dict(self.position_after(boundary.step))
+            position = boundary.position
+            engine.loader.load_state_dict(self.position_after(boundary.step) if position is None else position)
+        self.epochs.ends = list(boundary.epoch_ends)
         engine.compute.normalization.items_per_sample = boundary.items_per_sample
         engine.compute.normalization.prepare()
         # ranks were interrupted at different points, so set the count to the same value
@@ -327,14 +382,18 @@ class Loop:
         if self._last is not None and boundary.acted < boundary.step:
             # the ranks were interrupted before the actions that follow this step
             reason = self._act(self._last)
-            if reason is None and boundary.step % self.epoch_steps == 0:
+            if reason is None and self.epochs.ends_with(boundary.step):
                 reason = self.evaluations.after_epoch()
             self._acted = boundary.step
+        elif self.epochs.ends_with(boundary.step) and self.epochs.steps is None:
+            # the ranks may have been interrupted while they ended the epoch
+            reason = self.evaluations.after_resume()
         return reason or self.stop.ended(boundary.step)
 
     def position_after(self, step: int) -> dict[str, Any]:
         """Return the loader's state for the batch that follows `step`."""
-        epoch, within = divmod(step, self.epoch_steps)
+        assert self.epochs.steps is not None
+        epoch, within = divmod(step, self.epochs.steps)
         return self.engine.loader.state_dict() | {"epoch": epoch, "step": within, "reader": None}
 
     def begin(self) -> str | None:
@@ -353,8 +412,8 @@ class Loop:
                 "replicas": engine.plan.dp,
                 "ranks": self.group.size,
                 "transport": self.group.transport.name,
-                "samples_per_epoch": cast(Partition, engine.loader.partition).samples,
-                "steps_per_epoch": self.epoch_steps,
+                "samples_per_epoch": getattr(engine.loader.partition, "samples", None),
+                "steps_per_epoch": self.epochs.steps,
                 "total_steps": self.total_steps,
                 "parameters": engine.parameter_count,
                 "synthetic": self.data.synthetic,
@@ -375,6 +434,9 @@ class Loop:
         self.checkpoints.begin()
         engine.meter.restart()
         self._acted = engine.step_count
+        if isinstance(engine.loader.partition, PartsFlow):
+            flow = engine.loader.partition
+            self.events("stream", {"parts": len(flow.deal.counts), "said": flow.warnings()})
         return reason
 
     def _finish(self, reason: str) -> None:
@@ -384,8 +446,9 @@ class Loop:
             self.evaluations.measure(counts=self.evaluations.due_at(self.engine.step_count))
         if not interrupted:
             self.evaluations.test()
+        self._tell_reading()
         elapsed_s = self.stop.elapsed_s
-        if self.engine.step_count % self.epoch_steps:
+        if not self.epochs.ends_with(self.engine.step_count):
             self._tell_sources()
         self.checkpoints.finish()
         if any(found := self.group.gather_json(self.engine.compute.experts.counts())):
@@ -409,7 +472,7 @@ class Loop:
         """Record the samples and epochs of each source of a mixture."""
         partition, dataset = self.engine.loader.partition, in_users_data(self.data.train, [])[0]
         if isinstance(partition, Partition) and isinstance(dataset, MixedSamples):
-            counts = partition.drawn(*divmod(self.engine.step_count, self.epoch_steps))
+            counts = partition.drawn(*divmod(self.engine.step_count, partition.steps_per_epoch))
             self.events("sources", {"step": self.engine.step_count, "sources": dataset.drawn(counts)})
 
     def rewound(self, result: StepResult) -> bool:
@@ -422,6 +485,7 @@ class Loop:
         if policy != "rewind":
             return False
         self.checkpoints.rewind(result)
+        self._positions.clear()
         self.evaluations.at = -1
         self.evaluations.after_resume()  # ignore a reason to end: it is found again after the skipped step
         return True
@@ -477,10 +541,10 @@ class Evaluations:
         metrics: list[Metric],
         stop: StopRule,
         events: Events,
-        epoch_steps: int,
+        epochs: Epochs,
     ) -> None:
         self.job, self.engine, self.metrics, self.stop, self.events = job, engine, metrics, stop, events
-        self.epoch_steps, self.at, self.counted = epoch_steps, -1, -1
+        self.epochs, self.at, self.counted = epochs, -1, -1
         # A copy, so that loader processes that start later do not inherit files opened by an evaluation.
         self._held_out = apart(data.held_out) if engine.loader.num_workers else data.held_out
         self._test = data.test
@@ -499,8 +563,9 @@ class Evaluations:
 
     def due_at(self, step: int) -> bool:
         """Return True if the job's `evaluate` asks for an evaluation after this step."""
-        every = self.job.evaluate.every_steps
-        return step % (every or self.job.evaluate.every_epochs * self.epoch_steps) == 0
+        if every := self.job.evaluate.every_steps:
+            return step % every == 0
+        return self.epochs.ends_with(step) and self.epochs.completed(step) % self.job.evaluate.every_epochs == 0
 
     def after_resume(self) -> str | None:
         """Evaluate if a due evaluation is missing from the restored state; return a stop reason."""
@@ -529,7 +594,7 @@ class Evaluations:
         engine.on_phase("evaluate", step)
         metrics = engine.evaluate(batches_of(engine.compute, self._held_out, self.job.global_batch), self.metrics)
         weights = {} if engine.average is None else {"weights": "ema"}
-        self.events("evaluation", {"step": step, "epoch": step / self.epoch_steps, "metrics": metrics, **weights})
+        self.events("evaluation", {"step": step, "epoch": self.epochs.fraction(step), "metrics": metrics, **weights})
         self.told(step, metrics, counts=counts)
         self.at, self.counted = step, step if counts else self.counted
         reason = self.stop.after_evaluation(metrics, step, counts=counts)

@@ -18,10 +18,11 @@ from paceline.data.samples import held_out_batches
 from paceline.errors import DataError
 from paceline.extensions import optional_package
 from paceline.job.batch import Batch
-from paceline.job.data import Arrays, Custom, Images, Records
+from paceline.job.data import Arrays, Custom, Images, Records, Streamed
 from paceline.job.job import Job
 from paceline.job.samples import in_users_data
 from paceline.job.spec import load_object
+from paceline.job.streams import kept_whole
 from paceline.job.zoo import arrays, images
 from paceline.run.saved_model import SETS, data_of, resolved_source
 
@@ -60,9 +61,9 @@ def inputs_of(job: Job, source: str, columns: Sequence[str], classes: list[str] 
         return _arrays(spec, Path(resolved_source(spec, source)), columns)
     if source not in SETS and isinstance(spec, Images):
         return _images(spec, Path(resolved_source(spec, source)), job.model.input_shape(), classes)
-    if source not in SETS and isinstance(spec, Custom):
+    if source not in SETS and isinstance(spec, Custom | Streamed):
         made = load_object(resolved_source(spec, source))(**spec.args)
-        return _of_dataset(WithoutTargets(made), classes)
+        return _of_dataset(WithoutTargets(kept_whole(made)), classes)
     if source not in SETS and isinstance(spec, Records) and spec.inputs is not None:
         job = job.model_copy(update={"data": spec.model_copy(update={"target": None})})
     return _of_dataset(data_of(job, source), classes)

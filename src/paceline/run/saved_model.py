@@ -19,11 +19,12 @@ from paceline.engine.evaluation import batches_of
 from paceline.engine.guard import Settings
 from paceline.errors import DataError, RunError
 from paceline.job.batch import Batch
-from paceline.job.data import Custom, DataSpec, Digits, Synthetic
+from paceline.job.data import Custom, DataSpec, Digits, Streamed, Synthetic
 from paceline.job.job import Job
 from paceline.job.loss import build_metrics
 from paceline.job.partition import PartitionSpec
 from paceline.job.samples import DataSets
+from paceline.job.streams import Stream
 from paceline.planning.plan import Plan
 from paceline.run.build import loader_of, seed_all
 from paceline.run.convert import export
@@ -137,7 +138,8 @@ def data_of(job: Job, source: str) -> Dataset[Any]:
             source=source,
             known=there,
         )
-    return found  # type: ignore[no-any-return]
+    # a measurement reads the samples by index
+    return found.first(None) if isinstance(found, Stream) else found
 
 
 def evaluated(run: Run, source: str, checkpoint: str = NEWEST) -> dict[str, float]:
@@ -160,7 +162,7 @@ def resolved_source(spec: DataSpec, source: str) -> str:
             source=source,
             kind=spec.kind,
         )
-    if isinstance(spec, Custom) and ":" not in source:
+    if isinstance(spec, Custom | Streamed) and ":" not in source:
         raise DataError(
             "data.source_not_a_factory",
             "{source}: the job's data is {factory}. Name a class or function that makes such a data set, for example "

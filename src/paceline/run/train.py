@@ -31,7 +31,7 @@ from paceline.errors import JobError, LaunchError, RunError
 from paceline.files import private_folder
 from paceline.job.job import Job
 from paceline.job.loss import Metric, build_metrics
-from paceline.job.stop import HIGHER_IS_BETTER, StopRule, higher_is_better
+from paceline.job.stop import HIGHER_IS_BETTER, Epochs, StopRule, higher_is_better
 from paceline.planning.arguments import AnyCluster, AnyJob, AnyPlan, cluster_to_run_on, job_of, plan_of, plan_or_auto
 from paceline.planning.check.plan_errors import plan_errors, refuse, warnings_about
 from paceline.planning.plan import Plan, threads_on
@@ -158,7 +158,7 @@ def check_metrics(job: Job) -> None:
     # do not build the built-in metrics, because that would import torch
     if any(m.args or m.name not in HIGHER_IS_BETTER for m in job.metrics) or set(watched) - HIGHER_IS_BETTER.keys():
         metrics = build_metrics(job.metrics, job.loss.build())
-        StopRule(job.stop, 1, keep=best, metrics=metrics)
+        StopRule(job.stop, Epochs(1), keep=best, metrics=metrics)
         names = ["loss", *(metric.name for metric in metrics)]
         for name, key in job.stop.watched.items():
             if name not in names:

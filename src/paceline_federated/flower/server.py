@@ -28,7 +28,7 @@ from safetensors.torch import save_file
 
 from paceline.errors import DataError, DeadlineError, FederateError
 from paceline.job.job import Job
-from paceline.job.stop import StopRule
+from paceline.job.stop import Epochs, StopRule
 from paceline.run.build import load_published
 from paceline.run.train import new_directory
 from paceline_federated.client import Layout, LocalTraining, federated, first_model, tensors_of
@@ -240,7 +240,7 @@ class JobStrategy(Strategy):
         """Write the final weights as safetensors, and the end of the record."""
         model = self.training.show(weights_of(arrays, self.training.layout))
         save_file({name: tensor.detach().contiguous() for name, tensor in tensors_of(model).items()}, file)
-        reason = StopRule(self.job.stop, steps_per_epoch=1).ended(self.rounds)
+        reason = StopRule(self.job.stop, Epochs(1)).ended(self.rounds)
         elapsed_s = round(time.monotonic() - self._began_s, 3)
         details = {"reason": reason, "step": self.rounds, "elapsed_s": elapsed_s, "interrupted": False}
         self.record.events.event("end", details)

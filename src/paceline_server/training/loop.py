@@ -63,6 +63,11 @@ class FirstWorker(Loop):
         self._note_progress()
         return reason
 
+    @property
+    def _epoch_steps(self) -> int:
+        assert self.epochs.steps is not None, "plans with servers refuse streams"
+        return self.epochs.steps
+
     def _sentence(self) -> str:
         plan = self.run_directory.plan
         spec, servers = SyncSpec.parse(plan.sync), ServerProcesses.of(plan.sync)
@@ -99,7 +104,7 @@ class FirstWorker(Loop):
         info = self._last_of(step)
         info.result.votes, self._votes = self._votes, {}
         reason = self.after_step(info)
-        if reason is None and step % self.epoch_steps == 0:
+        if reason is None and step % self._epoch_steps == 0:
             reason = self.evaluations.after_epoch()
         # parameters change from here on
         self.checkpoints.saving.release()
@@ -141,7 +146,7 @@ class FirstWorker(Loop):
 
     def _next_boundary(self) -> int:
         self._boundary_reached = False
-        return next_boundary(self.job, self.epoch_steps, self.total_steps, self.engine.step_count)
+        return next_boundary(self.job, self._epoch_steps, self.total_steps, self.engine.step_count)
 
     def _take_over(self, step: int) -> None:
         """Load the state of the servers into this engine."""
@@ -201,7 +206,7 @@ class FirstWorker(Loop):
         timing.parts_s[COMPUTE] = step_s
         result = StepResult(step, loss, samples, norm, None, {}, timing)
         factor = self.job.schedule.factor_at(step - 1, self.total_steps)
-        return StepInfo(result, (step - 1) // self.epoch_steps, samples, self.job.optimizer.lr * factor)
+        return StepInfo(result, (step - 1) // self._epoch_steps, samples, self.job.optimizer.lr * factor)
 
     def _tell_servers(self, step: int) -> None:
         if self.client is None:

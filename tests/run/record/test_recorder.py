@@ -27,6 +27,7 @@ from paceline.comm import Group
 from paceline.engine.engine import StepResult
 from paceline.engine.meter import PARTS, Timing
 from paceline.errors import RunError
+from paceline.job.stop import Epochs
 from paceline.run.record.recorder import Board, ResourceUse, StepInfo, StepRecorder, json_number
 from paceline.run.record.run import read_lines
 from paceline.run.trackers.services import TensorBoard
@@ -39,7 +40,7 @@ def recorder(path: Path, board: Board | None = None) -> StepRecorder:
     model = nn.Linear(FEATURES, 3)
     loader = DataLoader(Points(), batch_size=8)
     engine = paceline.setup(model, optim.SGD(model.parameters(), lr=0.1), loss=F.cross_entropy, loader=loader)
-    return StepRecorder(path, engine, epoch_steps=9, board=board)
+    return StepRecorder(path, engine, epochs=Epochs(9), board=board)
 
 
 def result(step: int, *, loss: float = 1.0, timing: Timing | None = None) -> StepResult:

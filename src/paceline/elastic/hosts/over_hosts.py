@@ -42,6 +42,7 @@ from paceline.wire.key import RunKey, default_key_file, key_descriptor, own_key,
 
 _ANSWER_S = 120.0  # longest time for a host to compute digests of its files
 _NAMED = 5  # number of differences shown in an error
+_FACTORIES = ("dataset", "iterable")  # kinds of data whose sources are import paths
 _IMPORT_PATH = re.compile(r"(?P<module>[^\n]+\.py|[A-Za-z_][\w.]*):[A-Za-z_][\w.]*")
 
 
@@ -103,7 +104,7 @@ def what_to_look_at(job: Job) -> Look:
     files = [job.model.hf, job.model.weights]
     # the ranks compare the files of a corpus themselves, by sizes and digests (`_check_same_shards`)
     if not (job.partition.host_files or isinstance(job.data, FileSpec | Mixture)):
-        test: Any = job.data.test if isinstance(job.data.test, str) and job.data.kind != "dataset" else None
+        test: Any = job.data.test if isinstance(job.data.test, str) and job.data.kind not in _FACTORIES else None
         for path in (getattr(job.data, "path", None), getattr(job.data, "held_out_path", None), test):
             files += path if isinstance(path, tuple) else [path]
     local = sorted({str(file) for file in files if file is not None and not is_url(file)})

@@ -10,14 +10,15 @@ from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset
 
 from paceline.errors import DataError, JobError
-from paceline.job.samples import Batch, Collated, DataSets, Labels, apart, shares, split
+from paceline.job.samples import Batch, Collated, DataSets, Labels, Selection, apart, shares, split
 from paceline.job.spec import load_object
+from paceline.job.streams import Stream, kept_whole
 from paceline.job.zoo.arrays import build_arrays, build_text
 from paceline.job.zoo.images import build_cifar10, build_digits, build_images
 from paceline.own_random import OwnRandom
 
 if TYPE_CHECKING:
-    from paceline.job.data import Custom, DataSpec, Synthetic
+    from paceline.job.data import Custom, DataSpec, Streamed, Synthetic
 
 
 def build_data(spec: DataSpec, *, input_shape: tuple[int, ...] | None, seed: int) -> DataSets:
@@ -50,6 +51,9 @@ def _collated(dataset: Any, key: str, path: str | None) -> Any:
             path=path,
             class_name=type(found).__name__,
         )
+    if isinstance(dataset, Stream):
+        dataset.collate_fn = found
+        return dataset
     return Collated(dataset, found)
 
 
@@ -77,6 +81,8 @@ def _build(spec: DataSpec, input_shape: tuple[int, ...] | None, seed: int) -> Da
             return build_synthetic(spec, input_shape, seed)
         case "dataset":
             return _build_custom(spec, seed)
+        case "iterable":
+            return _build_stream(spec, seed)
 
 
 def _build_custom(spec: Custom, seed: int) -> DataSets:
@@ -88,10 +94,41 @@ def _build_custom(spec: Custom, seed: int) -> DataSets:
     return split(samples, spec, seed, held_out=held_out, test=test)
 
 
+def _build_stream(spec: Streamed, seed: int) -> DataSets:
+    with OwnRandom(seed):
+        dataset = _made(spec, spec.factory)
+        if not isinstance(dataset, IterableDataset):
+            raise DataError(
+                "data.not_iterable",
+                "data {factory} returned a {kind}, not an IterableDataset. Use kind: dataset for a map-style data set.",
+                factory=spec.factory,
+                kind=type(dataset).__name__,
+            )
+        train = Stream(dataset, parts=spec.parts, limit=spec.limit, seed=seed)
+        held_out, test = (
+            Selection.first(_kept(spec, factory), spec.limit) if isinstance(factory, str) else None
+            for factory in (spec.held_out_factory, spec.test)
+        )
+    _check_sample(train.example, spec.factory, train.name, any_sample=spec.collate is not None)
+    return DataSets(train, held_out, test=test)
+
+
+def _kept(spec: Streamed, factory: str) -> Dataset[Any]:
+    dataset = kept_whole(_made(spec, factory), spec.limit)
+    _check_map_style(dataset, factory, any_sample=spec.collate is not None)
+    return dataset
+
+
 def _call(spec: Custom, factory: str) -> Dataset[Any]:
+    dataset = _made(spec, factory)
+    _check_map_style(dataset, factory, any_sample=spec.collate is not None)
+    return dataset  # type: ignore[no-any-return]  # checked by what it can do, not by its class
+
+
+def _made(spec: Custom | Streamed, factory: str) -> Any:
     make = load_object(factory)
     try:
-        dataset = make(**spec.args)
+        return make(**spec.args)
     except Exception as error:
         given = ", ".join(f"{k}={v!r}" for k, v in spec.args.items())
         raise DataError(
@@ -102,8 +139,6 @@ def _call(spec: Custom, factory: str) -> Dataset[Any]:
             kind=type(error).__name__,
             error=error,
         ) from error
-    _check_map_style(dataset, factory, any_sample=spec.collate is not None)
-    return dataset  # type: ignore[no-any-return]  # checked by what it can do, not by its class
 
 
 def _check_map_style(dataset: Any, factory: str, *, any_sample: bool) -> None:
@@ -111,9 +146,7 @@ def _check_map_style(dataset: Any, factory: str, *, any_sample: bool) -> None:
     if isinstance(dataset, IterableDataset):
         raise DataError(
             "data.iterable_factory",
-            "data {factory} is an IterableDataset ({kind}). To give each sample to one replica once per epoch, "
-            "paceline needs a length and access by index. Return a torch.utils.data.Dataset with __len__ and "
-            "__getitem__, for example over a list of files.",
+            "data {factory} is an IterableDataset ({kind}). Write it as data: {{kind: iterable, factory: {factory}}}.",
             factory=factory,
             kind=kind,
         )
@@ -141,14 +174,18 @@ def _check_map_style(dataset: Any, factory: str, *, any_sample: bool) -> None:
             kind=kind,
             what=what,
         ) from error
+    _check_sample(sample, factory, kind, any_sample=any_sample)
+
+
+def _check_sample(sample: Any, factory: str, name: str, *, any_sample: bool) -> None:
     if not any_sample and not isinstance(sample, dict) and not (isinstance(sample, tuple) and len(sample) >= 2):
         found = f"a tuple of {len(sample)}" if isinstance(sample, tuple) else f"a {type(sample).__name__}"
         raise DataError(
             "data.sample_form",
-            "data {factory}: a sample must be a tuple (input, …, target) or a dict, but {kind}[0] is {found}. You "
-            "can also name a `collate` function.",
+            "data {factory}: a sample must be a tuple (input, …, target) or a dict, but the first sample of {kind} is "
+            "{found}. You can also name a `collate` function.",
             factory=factory,
-            kind=kind,
+            kind=name,
             found=found,
         )
 

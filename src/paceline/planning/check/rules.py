@@ -275,6 +275,12 @@ def _no_such_transport(context: PlanContext) -> PlanProblem | None:
 @_check("balance", "dp", "pp", "sync")
 def _no_balance(context: PlanContext) -> PlanProblem | None:
     plan = context.plan
+    if plan.balance == "on" and context.job.data.kind == "iterable":
+        return PlanProblem(
+            "plan.balance_of_stream",
+            "plan {plan} cannot move samples of a stream, because each rank reads its own parts. Use balance=auto.",
+            plan=plan,
+        )
     return no_balance(plan, context.job.partition.kind) if plan.balance == "on" else None
 
 

@@ -349,12 +349,16 @@ def _sample(job: Job) -> Any:
         shape = shape or (3, 32, 32)
     if shape and isinstance(data, (Digits, Cifar10, Images, Synthetic)):
         return _made(shape, torch.float32), _made((), whole)
-    return job.data.build(input_shape=wanted, seed=job.seed).train[0]
+    from paceline.job.streams import with_few
+
+    return with_few(job.data.build(input_shape=wanted, seed=job.seed), 1).train[0]
 
 
 def _collated_sample(job: Job) -> Any:
     """Return one sample, collated with the job's own function, without the batch dimension."""
-    data: Any = job.data.build(input_shape=job.model.input_shape(), seed=job.seed).train
+    from paceline.job.streams import with_few
+
+    data: Any = with_few(job.data.build(input_shape=job.model.input_shape(), seed=job.seed), 1).train
     try:
         batch = data.collate_fn(data.__getitems__([0]))
         return {k: v[0] for k, v in batch.items()} if isinstance(batch, Mapping) else tuple(part[0] for part in batch)

@@ -45,6 +45,7 @@ from paceline.job.experts import by_expert
 from paceline.job.job import Job
 from paceline.job.parameters import names_of
 from paceline.job.samples import DataSets
+from paceline.job.streams import with_few
 from paceline.own_random import kept_random
 from paceline.planning.check.plan_errors import refuse
 from paceline.planning.model.forward_pass import find_blocks, mixtures
@@ -130,7 +131,7 @@ def run_dry(job: Job, plan: Plan, say: Callable[[str], object] = str) -> DryRun:
     say("holding the plan against the job")
     refuse(job, plan, _cluster_for(plan))
     found = DryRun(plan)
-    data = job.data.build(input_shape=job.model.input_shape(), seed=job.seed)
+    data = with_few(job.data.build(input_shape=job.model.input_shape(), seed=job.seed), job.global_batch)
     dry_plan = for_dry_run(job, plan, found.notes)
     job = with_data_at_hand(job)
     with kept_random():

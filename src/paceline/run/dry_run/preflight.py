@@ -25,6 +25,7 @@ from paceline.job.batch import target_of
 from paceline.job.job import Job
 from paceline.job.parameters import names_of
 from paceline.job.samples import DataSets
+from paceline.job.streams import with_few
 from paceline.own_random import kept_random
 from paceline.planning.check.plan_context import Check, PlanContext, loss_is_tried
 from paceline.planning.check.plan_errors import nearest_plan
@@ -62,7 +63,8 @@ class Preflight:
 
     @cached_property
     def _data(self) -> DataSets:
-        return self.job.data.build(input_shape=self.job.model.input_shape(), seed=self.job.seed)
+        data = self.job.data.build(input_shape=self.job.model.input_shape(), seed=self.job.seed)
+        return with_few(data, self.job.global_batch)
 
     def refusal(self, plan: Plan, cluster: Cluster, world: int | None = None) -> PlanError | None:
         """Return the error if the plan cannot start; None if it can."""

@@ -30,6 +30,8 @@ from paceline.job.batch import Batch
 from paceline.job.job import Job
 from paceline.job.partition import Partition
 from paceline.job.samples import DataSets
+from paceline.job.stop import Epochs
+from paceline.job.streams import with_few
 from paceline.planning.plan import Plan
 from paceline.run.build import build_engine, built
 from paceline.run.learning_rate import LearningRate
@@ -101,6 +103,8 @@ def _engine(steps: Steps, group: Group) -> RankEngine:
     model = built(job, plan)
     without_dropout(model if isinstance(model, nn.Module) else model.model)
     data = job.data.build(input_shape=job.model.input_shape(), seed=job.seed)
+    # the check compares plans on the same samples, which it reads by index
+    data = with_few(data, steps.count * job.global_batch)
     alone = job
     if group.size == 1 and job.partition.weights is not None:  # without weights, the single rank gets the same batches
         alone = job.model_copy(update={"partition": job.partition.model_copy(update={"weights": None})})
@@ -125,8 +129,8 @@ def _rates(steps: Steps, engine: RankEngine) -> Callable[[int], object]:
     """
     if not steps.job.schedule.by_class:
         return lambda step: None
-    epoch_steps = engine.loader.partition.steps_per_epoch
-    rates = LearningRate(steps.job.schedule, engine.optimizer, max(steps.count, 2), epoch_steps)
+    epochs = Epochs(engine.loader.partition.steps_per_epoch)
+    rates = LearningRate(steps.job.schedule, engine.optimizer, max(steps.count, 2), epochs)
     rates.start()
     return lambda step: rates.before(step - 1)
 

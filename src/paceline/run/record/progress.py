@@ -262,6 +262,7 @@ def parsed(line: bytes) -> Any:
     return None
 
 
+_MUCH_READ = 1.1  # samples read per sample used beyond which reading is worth a sentence
 _SENTENCES = {
     "transport": "the ranks communicate over {transport}: {reason}",
     "resume": "resumed at step {step}",
@@ -293,6 +294,16 @@ def event_sentence(event: dict[str, Any]) -> str | None:
     match event["event"]:
         case "sync" | "loss":
             return "; ".join(event["said"])
+        case "stream" if event["said"]:
+            return "; ".join(event["said"])
+        case "stream_read" if event.get("read_again"):
+            seconds = f"{event['read_again_s']:.3g} s"
+            return f"{event['read_again']} samples were read again in {seconds} to resume in the stream"
+        case "stream_read" if event["read_per_used"] > _MUCH_READ:
+            return (
+                f"step {event['step']}: each rank has read {event['read_per_used']:.3g} samples per sample used; a "
+                f"resume repeats up to {event['resume_s']:.3g} s of reading"
+            )
         case "evaluation" | "test" as kind:
             return f"step {event['step']}: {'test' if kind == 'test' else 'validation'} " + ", ".join(
                 f"{name} {value:.4f}" for name, value in event["metrics"].items()

@@ -20,6 +20,7 @@ from paceline.device import is_accelerator, memory
 from paceline.engine.engine import RankEngine, StepResult
 from paceline.engine.meter import PARTS, Timing
 from paceline.errors import RunError
+from paceline.job.stop import Epochs
 from paceline.run.record.progress import PlainProgress
 from paceline.run.record.run import JsonLines, Run
 from paceline.run.record.slow_ranks import SlowRanks
@@ -83,10 +84,10 @@ class StepRecorder:
         board: TensorBoard writer for the first rank's numbers; None creates one, which the recorder closes.
     """
 
-    def __init__(self, run: Path, engine: RankEngine, *, epoch_steps: int, board: Board | None = None) -> None:
+    def __init__(self, run: Path, engine: RankEngine, *, epochs: Epochs, board: Board | None = None) -> None:
         self.engine = engine
         self.lines = JsonLines(run / "steps" / f"rank-{engine.group.rank}.jsonl", lossy=True)
-        self.epoch_steps = epoch_steps
+        self.epochs = epochs
         self.use = ResourceUse(engine)
         self._first = engine.group.rank == 0
         self._board, self._owns_board = board or Board(run), board is None
@@ -95,7 +96,7 @@ class StepRecorder:
     def on_step(self, info: StepInfo) -> None:
         """Record a step."""
         result, lr = info.result, info.lr
-        epoch = (result.step - 1) // self.epoch_steps
+        epoch = self.epochs.of(result.step)
         loss, norm = json_number(result.loss), json_number(result.grad_norm)
         self._waiting[result.step] = _STEP % (
             result.step,

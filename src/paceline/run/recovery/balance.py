@@ -20,7 +20,8 @@ from numpy.typing import NDArray
 
 from paceline.engine.engine import RankEngine
 from paceline.job.job import Job
-from paceline.job.partition import Partition, Shares
+from paceline.job.partition import Partition, ShareChanges, Shares
+from paceline.job.stop import Epochs
 from paceline.planning.limits import no_automatic_balance, no_balance
 from paceline.planning.plan import Plan
 from paceline.run.record.recorder import Events, StepInfo
@@ -243,12 +244,13 @@ class Balancing:
         off: reason why shares are fixed; "" if they follow the speeds.
     """
 
-    def __init__(self, engine: RankEngine, job: Job, events: Events, epoch_steps: int) -> None:
-        self.engine, self.events, self.epoch_steps = engine, events, epoch_steps
+    def __init__(self, engine: RankEngine, job: Job, events: Events, epochs: Epochs) -> None:
+        self.engine, self.events, self.epoch_steps = engine, events, epochs.steps or 1
         self.off = why_off(engine.plan, job)
         partition = engine.loader.partition
-        assert isinstance(partition, Partition)
-        self.partition, self.replicas = partition, engine.plan.dp
+        # each rank fills its share of a stream from its own parts
+        self.changes = partition.changes if isinstance(partition, Partition) else ShareChanges(1, 1)
+        self.replicas, self.global_batch = engine.plan.dp, job.global_batch
         self.base = partition.shares(0)
         self._ranks = engine.plan.ranks // engine.plan.dp  # number of ranks per replica
         self.balance = Balance(self.base, self.replicas, _least(self.base, engine.plan.microbatches))
@@ -263,8 +265,8 @@ class Balancing:
         if step <= self._last:  # the run has rewound
             self.balance.forget()
         self._last = step
-        shares, newest = self._in_force(step), self.partition.changes.newest or self.base
-        if info.result.samples != self.partition.global_batch or shares != newest:
+        shares, newest = self._in_force(step), self.changes.newest or self.base
+        if info.result.samples != self.global_batch or shares != newest:
             return
         if move := self.balance.step(step, shares, self._by_replica(info.busy_s)):
             self._move(move)
@@ -278,7 +280,7 @@ class Balancing:
         return [busy_s * scale[rank // self._ranks] for rank, busy_s in enumerate(info.busy_s)]
 
     def _in_force(self, step: int) -> Shares:
-        return self.partition.changes.at(divmod(step - 1, self.epoch_steps)) or self.base
+        return self.changes.at(divmod(step - 1, self.epoch_steps)) or self.base
 
     def _by_replica(self, busy_s: Sequence[float]) -> list[float]:
         """Return the busy time of each replica's slowest rank.
@@ -293,7 +295,7 @@ class Balancing:
 
     def _move(self, move: Move) -> None:
         epoch, step = self.engine.loader.reshare(move.shares)
-        batch, samples, hosts = self.partition.global_batch, self._sums(move.shares), self.engine.group.hosts
+        batch, samples, hosts = self.global_batch, self._sums(move.shares), self.engine.group.hosts
         slow: list[dict[str, Any]] = [
             {
                 "replica": replica,
@@ -323,6 +325,8 @@ def why_off(plan: Plan, job: Job) -> str:
     """Return the reason why shares are fixed; "" if they follow the speeds."""
     if plan.balance == "off":
         return "the plan says balance=off."
+    if job.data.kind == "iterable":
+        return "each rank fills its share from its own parts of the stream."
     weighted = job.partition.weights is not None
     if plan.balance == "on":
         found = no_balance(plan, job.partition.kind)

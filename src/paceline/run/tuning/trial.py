@@ -28,6 +28,7 @@ from paceline.engine.calls import use_onednn
 from paceline.engine.engine import RankEngine
 from paceline.engine.meter import OPTIMIZER, Timing
 from paceline.job.job import Job
+from paceline.job.partition import Partition
 from paceline.job.samples import DataSets
 from paceline.planning.plan import Plan, cores_of
 from paceline.planning.shortlist import (
@@ -253,7 +254,9 @@ class TrialCandidate:
             return
         self._take_over()
         self.engine = begin_engine(job, plan, data, group)
-        self.steps_per_epoch = self.engine.loader.partition.steps_per_epoch
+        partition = self.engine.loader.partition
+        # 0 stands for an unknown number: a stream ends when it ends
+        self.steps_per_epoch = partition.steps_per_epoch if isinstance(partition, Partition) else 0
         self._batches = _endless(self.engine.loader)
         # With a learning rate of 0, the weights stay the same, so a trial cannot diverge. A step takes the same time.
         for parameters in self.engine.optimizer.param_groups:
