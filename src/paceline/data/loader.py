@@ -257,6 +257,11 @@ class Loader:
         return self._looks.dataset
 
     @property
+    def is_packed(self) -> bool:
+        """True if sequences hold several documents, as the user's dataset states by the attribute `packed`."""
+        return bool(getattr(in_users_data(self.dataset, [])[0], "packed", False))
+
+    @property
     def name(self) -> str:
         """Type name of the user's dataset, for errors."""
         return self._samples.name

@@ -19,6 +19,7 @@ from paceline.data.loader import Loader, Position
 from paceline.device import is_accelerator, on_accelerator, uploaded, widest_float
 from paceline.engine.guard import LossScale
 from paceline.engine.loss_normalization import LossNormalization
+from paceline.engine.packed_check import PackedCheck
 from paceline.errors import DataError
 from paceline.job.batch import Batch, place, rows, split, target_of
 from paceline.job.experts import add_counts, moe_counts, routers_of, weigh_balance
@@ -67,6 +68,7 @@ class Compute(ABC):
         data_group: the ranks that read different samples.
         split: how the model is divided over the ranks of a replica; None if each rank holds the whole model.
         normalization: weights of the microbatches' losses in the global mean.
+        packed: check of packed sequences.
         loss_scale: loss scale of fp16 training; None in other precisions.
         replica: the object through which the sync rule accesses this rank.
         casts: True if FSDP2 already casts to the low precision.
@@ -98,6 +100,7 @@ class Compute(ABC):
         self.casts = self.divides_logits = False
         self.normalization = LossNormalization(self)
         self.experts = ExpertBalance(self)
+        self.packed = PackedCheck(self)
 
     @abstractmethod
     def forward_backward(self, batch: Batch | None, position: Position, step: int) -> LocalLoss:

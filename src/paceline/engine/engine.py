@@ -253,12 +253,14 @@ class RankEngine:
         return StepResult(begun.step, reduced.loss, begun.total, norm, None, reduced.votes, timing)
 
     def examines(self, step: int) -> bool:
-        """Return True if a step compares replicas or verifies a user's loss.
+        """Return True if a step compares replicas, or verifies a user's loss or model.
 
         A step with a comparison or verification waits for the device. Earlier steps are settled first, so that their
         problems are not reported as problems of this step.
         """
-        return self.updates + 1 >= self.replica_state.due or self.compute.normalization.examines(step)
+        if self.updates + 1 >= self.replica_state.due or self.compute.packed.examines(step):
+            return True
+        return self.compute.normalization.examines(step)
 
     def finish(self, outcome: Outcome, stage: Literal["summed", "mean"]) -> None:
         """Finish a step with the reduced gradients in `.grad`, without other ranks.
@@ -355,6 +357,7 @@ class RankEngine:
         normalization = self.compute.normalization
         if not normalization.prepared or normalization.items_per_sample is None:
             self.compute.prepare(batch)
+        self.compute.packed.look(step)
         self.guard.remember()
         self._clear_gradients()
         return step, position

@@ -47,7 +47,7 @@ def examine(compute: Compute) -> list[str]:
         return []
     example = compute.loader.example(SAMPLES)
     parts = compute.plan.data_ranks * compute.plan.microbatches
-    with _evaluating(compute), _Watch() as watch:
+    with evaluating(compute), _Watch() as watch:
         whole = _told(compute, _loss_of(compute, example))
         terms = [term for call in watch.calls if (term := _traced(call, example)) is not None]
         terms = _told_terms(compute, list(dict.fromkeys(terms)))
@@ -92,7 +92,8 @@ def examine(compute: Compute) -> list[str]:
 
 
 @contextmanager
-def _evaluating(compute: Compute) -> Iterator[None]:
+def evaluating(compute: Compute) -> Iterator[None]:
+    """Return a context with the model in eval mode, without gradients, and restored afterwards."""
     with restored(compute.model), torch.no_grad():
         compute.model.eval()
         yield

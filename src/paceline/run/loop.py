@@ -425,6 +425,7 @@ class Loop:
         if self.witness is not None:
             self.witness.on_start(engine.step_count)
         engine.compute.normalization.prepare()
+        engine.compute.packed.prepare()
         self.remarks.tell()
         if self.group.transport_note is not None:
             self.events("transport", {"transport": self.group.transport.name, "reason": self.group.transport_note})

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from paceline.errors import JobError
 from paceline.job.zoo.models import CIFAR_FEATURES, cifar_convolutions
+from paceline.job.zoo.packed import numbered
 from paceline.text import nearest
 
 if TYPE_CHECKING:
@@ -148,7 +149,17 @@ def bert(
         pad_token_id=None,  # no padding token, because 0 is an ordinary byte
     )
     model: nn.Module = transformers.BertForMaskedLM(config)
+    model.register_forward_pre_hook(_within_documents, with_kwargs=True)
     return model
+
+
+def _within_documents(model: Any, args: tuple[Any, ...], given: dict[str, Any]) -> tuple[tuple[Any, ...], Any]:
+    """Confine attention to the documents of packed sequences, which BERT itself does not look for."""
+    positions = given.get("position_ids")
+    if positions is None or given.get("attention_mask") is not None:
+        return args, given
+    documents = numbered(positions)
+    return args, given | {"attention_mask": (documents.unsqueeze(2) == documents.unsqueeze(1)).unsqueeze(1)}
 
 
 def _config(file: Path, args: dict[str, Any]) -> PretrainedConfig:

@@ -124,6 +124,11 @@ class MixedSamples(Dataset[Any]):
         self.sources[nth].fetch(shard - self._first_shards[nth])
 
     @property
+    def packed(self) -> bool:
+        """True if the sequences of a source hold several documents."""
+        return any(getattr(source, "packed", False) for source in self.sources)
+
+    @property
     def reads_in_place(self) -> bool:
         """True if no shard of any source has to be fetched."""
         return all(source.reads_in_place for source in self.sources)

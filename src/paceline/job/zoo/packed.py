@@ -7,9 +7,6 @@ of tokens, on GPUs in half precision. Elsewhere, a mask excludes all other pairs
 
 from __future__ import annotations
 
-from functools import cache
-from importlib.util import find_spec
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -97,10 +94,5 @@ def has_variable_lengths(x: Tensor, dtype: torch.dtype, size: int) -> bool:
     # the number of documents depends on values, which a compiled model or a tensor without values cannot have
     if torch.compiler.is_compiling() or without_values(x) or size % 8 or size > 256:
         return False
-    return _is_built() and torch.cuda.get_device_capability(x.device) >= (8, 0)
-
-
-@cache
-def _is_built() -> bool:
-    has_module = find_spec("torch.nn.attention.varlen") is not None
-    return has_module and torch.backends.cuda.is_flash_attention_available()
+    is_built = torch.backends.cuda.is_flash_attention_available()
+    return is_built and torch.cuda.get_device_capability(x.device) >= (8, 0)

@@ -83,6 +83,16 @@ class PlanContext:
         return self.job.model.transformer.seq if self.job.model.transformer else None
 
     @property
+    def divides_sequences(self) -> bool:
+        """True if `cp` can divide the tokens of the job's sequences among ranks.
+
+        Otherwise every rank holds all tokens. Packed sequences cannot be divided.
+        """
+        data = self.job.data
+        packs = any(getattr(source, "pack", False) for source in (data, *getattr(data, "sources", {}).values()))
+        return self.model_info.takes_parts_of_sequences and not packs
+
+    @property
     def ranks_per_host(self) -> list[int]:
         """Number of the plan's ranks on each host."""
         return spread(self.plan.ranks, self.per_host)

@@ -126,7 +126,7 @@ def _tokens_do_not_divide(context: PlanContext) -> PlanProblem | None:
     if not context.model_info.heads and not context.model_info.vocabulary:
         return no_attention(plan.cp)
     # other models have all tokens on every rank
-    tokens = context.tokens if context.model_info.takes_parts_of_sequences else None
+    tokens = context.tokens if context.divides_sequences else None
     return undivided_tokens(tokens, "cp", plan.cp) if tokens else None
 
 

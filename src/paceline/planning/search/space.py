@@ -225,7 +225,7 @@ class Space:
                 len(shape.sizes) > 1 for shape in context.model_info.parameters
             )
             return list(range(1, min(most, max(pieces, 1)) + 1))
-        if key == "cp" and not context.model_info.takes_parts_of_sequences:
+        if key == "cp" and not context.divides_sequences:
             return [1]
         numbers: tuple[int, ...] = {
             "tp": context.model_info.heads,
@@ -464,7 +464,7 @@ def _fitting_degrees(context: PlanContext, most: int, keys: Sequence[str]) -> di
     for key in DEGREES:
         own = [check for check in CHECKS if check.keys == (key,)]
         values = range(1, most + 1) if key in keys else (getattr(context.plan, key),)
-        if key == "cp" and key in keys and most > 1 and not context.model_info.takes_parts_of_sequences:
+        if key == "cp" and key in keys and most > 1 and not context.divides_sequences:
             # it may run, but the cost model cannot predict it
             values = (1,)
         contexts = [

@@ -403,6 +403,10 @@ class Remarks:
             self._told = len(said)
         if news := self.engine.compute.normalization.news():
             self.events("loss", {"said": news})
+        packed = self.engine.compute.packed
+        if packed.remarks:
+            said, packed.remarks = packed.remarks, []
+            self.events("packed", {"said": said})
 
 
 WITNESS = "PACELINE_WITNESS"  # environment variable with a folder; only `paceline chaos` sets it
