@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from PIL import Image
 from torch import Tensor
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, IterableDataset
 
 HERE = Path(__file__)
 WORDS = ("<pad>", "</s>", "the", "cat", "sat", "\x1b[31mred", "<script>alert(1)</script>")
@@ -79,6 +79,21 @@ class Many(Broken):
 
     def __getitem__(self, index: int) -> Any:
         return torch.rand(3), index % 30
+
+
+class Numbers(IterableDataset[Any]):
+    """A stream of 40 samples, which can be divided."""
+
+    def __init__(self, first: int = 0, stride: int = 1) -> None:
+        self.first, self.stride = first, stride
+
+    def shard(self, num_shards: int, index: int) -> Numbers:
+        """Every `num_shards`-th sample."""
+        return Numbers(index, num_shards)
+
+    def __iter__(self) -> Iterator[Any]:
+        for number in range(self.first, 40, self.stride):
+            yield torch.tensor([number / 40, 1.0]), number % 2
 
 
 class Raises(Broken):

@@ -43,6 +43,8 @@ KINDS = {
     "synthetic tokens": {"kind": "synthetic", "samples": 50, "shape": [12], "vocab": 30},
     "dataset": own("Packed"),
     "images": {"kind": "images", "path": "photos", "shape": [3, 8, 8]},
+    "iterable": {**own("Numbers"), "kind": "iterable"},
+    "records": {"kind": "records", "path": "photos", "shape": [3, 8, 8]},
 }
 
 
@@ -56,8 +58,13 @@ def test_each_kind_of_data_shows_its_sets_tensors_and_samples(kind: str, job: An
     found = view(tmp_path / "job.yaml", 2)
     assert len(found.samples) == 2
     for one in found.sets:
-        assert outcome.says(one.name, f"{one.samples:,}", *(column.dtype for column in one.columns.values()))
-    assert outcome.says(*(f"sample {sample.index}" for sample in found.samples))
+        assert outcome.says(
+            one.name,
+            "unknown" if one.samples is None else f"{one.samples:,}",
+            *(column.dtype for column in one.columns.values()),
+        )
+    numbers = ("of the stream" if sample.index is None else sample.index for sample in found.samples)
+    assert outcome.says(*(f"sample {number}" for number in numbers))
 
 
 def test_samples_come_in_the_order_of_training(job: Any) -> None:

@@ -52,13 +52,16 @@ def _sets(sets: Sequence[SetView], console: Console) -> None:
 
 
 def _columns(sets: Sequence[SetView], console: Console) -> None:
-    table = _table("set", "tensor", "type", "shape of a sample", "min", "mean", "max", "NaN", "Inf", right=range(4, 9))
+    floats = any("float" in column.dtype for found in sets for column in found.columns.values())
+    titles = ("set", "tensor", "type", "sample shape", "min", "max", *(("mean", "NaN", "Inf") if floats else ()))
+    table = _table(*titles, right=range(4, 9))
     for found in sets:
         for place, column in enumerate(found.columns.values()):
+            low, mean, high = column.statistics
             bad = (Text(f"{number:,}", _LOUD if number else _QUIET) for number in (column.nan, column.inf))
-            cells = bad if "float" in column.dtype else ()
+            cells: tuple[str | Text, ...] = (mean, *bad) if "float" in column.dtype else ()
             title = "" if place else found.name
-            table.add_row(title, Text(column.name), column.dtype, column.shape, *column.statistics, *cells)
+            table.add_row(title, Text(column.name), column.dtype, column.shape, low, high, *cells)
     console.print()
     console.print(table)
 

@@ -247,8 +247,7 @@ def view_data(job: Job, samples: int, say: Callable[[str], object] = str) -> Dat
     job.fetch()
     say("opening the data")
     data = job.data.build(input_shape=job.model.input_shape(), seed=job.seed)
-    one_rank = job.partition.model_copy(update={"weights": None, "host_files": False})
-    loader = loader_of(job.model_copy(update={"partition": one_rank}), Mesh.of(Plan(), Group()), data)
+    loader = loader_alone(job, data)
     try:
         source = _Training(job, loader, data) if isinstance(loader.partition, Partition) else _Stream(loader)
         shown = _Shown(data, samples)
@@ -260,6 +259,12 @@ def view_data(job: Job, samples: int, say: Callable[[str], object] = str) -> Dat
             sets.append(_read(name, dataset, _in_order(dataset, job.global_batch), say))
     pictures, stretched = _pictures(shown.images)
     return DataView(job, source.order, data.classes, data.synthetic, sets, shown.samples, pictures, stretched)
+
+
+def loader_alone(job: Job, data: DataSets) -> Loader:
+    """Return the loader of a single rank, which reads whole global batches."""
+    alone = job.partition.model_copy(update={"weights": None, "host_files": False})
+    return loader_of(job.model_copy(update={"partition": alone}), Mesh.of(Plan(), Group()), data)
 
 
 class _Source(Protocol):

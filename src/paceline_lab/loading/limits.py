@@ -14,17 +14,14 @@ from typing import Any
 
 import torch
 
-from paceline.comm import Group
 from paceline.data.samples import RequestedSamples
 from paceline.job.job import Job
 from paceline.job.partition import Partition
 from paceline.job.samples import DataSets
-from paceline.planning.plan import Plan
-from paceline.run.build import loader_of
-from paceline.split.mesh import Mesh
+from paceline.run.data_view import loader_alone
 from paceline.stats import Interval, median_interval
 from paceline.storage.url import is_url
-from paceline_lab.loading.loader_speed import ROUNDS, one_rank
+from paceline_lab.loading.loader_speed import ROUNDS
 
 _MOST_FILES = 100_000  # files whose sizes are added up
 _BLOCK = 1 << 20
@@ -91,7 +88,7 @@ def disk_limit(job: Job, seconds: float) -> DiskLimit:
 
 def decoder_limit(job: Job, data: DataSets, seconds: float) -> DecoderLimit:
     """Read the same batches again and again in this process, with one thread."""
-    loader = loader_of(job.model_copy(update={"partition": one_rank(job)}), Mesh.of(Plan(), Group()), data)
+    loader = loader_alone(job, data)
     partition = loader.partition
     if not isinstance(partition, Partition):
         return DecoderLimit(None, "a stream cannot be read twice")

@@ -14,16 +14,12 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from paceline.comm import Group
 from paceline.data.loader import Loader
 from paceline.job.batch import rows
 from paceline.job.job import Job
 from paceline.job.samples import DataSets, in_users_data
-from paceline.planning.plan import Plan
-from paceline.run.build import loader_of
-from paceline.run.data_view import columns_of
+from paceline.run.data_view import columns_of, loader_alone
 from paceline.run.token_view import TokenCounts
-from paceline.split.mesh import Mesh
 from paceline.stats import Interval, median_interval
 
 ROUNDS = 5  # rounds of each setting; rounds of different settings take turns
@@ -141,9 +137,9 @@ class _Reading:
     """A loader that is read without end, and the processes that read for it."""
 
     def __init__(self, job: Job, data: DataSets, num_workers: int) -> None:
-        own = {"data": job.data.model_copy(update={"num_workers": num_workers}), "partition": one_rank(job)}
+        spec = job.data.model_copy(update={"num_workers": num_workers})
         self.speed = LoaderSpeed(num_workers)
-        self._loader: Loader = loader_of(job.model_copy(update=own), Mesh.of(Plan(), Group()), data)
+        self._loader = loader_alone(job.model_copy(update={"data": spec}), data)
         self._batches = _endless(self._loader)
         self._tokenizer = getattr(in_users_data(data.train, [])[0], "tokenizer", None)
         self._processes = [os.getpid()]
@@ -191,11 +187,6 @@ class _Reading:
             time.sleep(step_s)
             steps += 1
         return waited / (time.perf_counter() - started)
-
-
-def one_rank(job: Job) -> Any:
-    """Return the job's partition for a single rank on a single host."""
-    return job.partition.model_copy(update={"weights": None, "host_files": False})
 
 
 class _Io(NamedTuple):

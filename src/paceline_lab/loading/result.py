@@ -86,7 +86,8 @@ class LoaderReport:
         known = {name: limit for name, limit in limits.items() if limit}
         if not known:
             speed = rate(best.samples_per_s.middle)
-            return f"No limit could be measured; with num_workers {best.num_workers} the loader reads {speed}."
+            advice = f" To read faster, {more}." if (more := self._more_workers) else ""
+            return f"No limit was measured: with num_workers {best.num_workers}, the loader reads {speed}.{advice}"
         name = min(known, key=lambda one: known[one])
         reached = best.samples_per_s.middle / known[name]
         of = f"what {count(self.cores, 'core')} decode" if name == "decoder" else "what the files deliver"

@@ -133,16 +133,7 @@ class ShardedSamples(Dataset[Any]):
 
     def __getitems__(self, indices: list[int]) -> Any:
         self.counts = {}
-        shards = np.searchsorted(self.starts, indices, side="right") - 1
-        rows = (np.asarray(indices) + (self._firsts[shards] - self.starts[shards])).tolist()
-        read, sample, corpus = self.corpus.row, self.sample, self.corpus
-        samples = []
-        for row, index in zip(rows, indices, strict=True):
-            try:
-                samples.append(sample(read(row), Where(corpus, row)))
-            except Damaged:
-                samples.append(self._read(index))
-        return self.batch(samples)
+        return self.batch([self._read(index) for index in indices])
 
     def sample(self, row: dict[str, Any], where: Where) -> Any:
         """Turn a row into a sample; errors name `where`."""
@@ -258,7 +249,7 @@ class RowForm:
         """Collate images and their labels; return other samples unchanged."""
         first = samples[0]
         if not (self._map is None and isinstance(first, tuple) and len(first) == 2 and isinstance(first[0], Pixels)):
-            return samples if self._map is not None or not _has_pixels(first) else [_plain(s) for s in samples]
+            return [_plain(sample) for sample in samples] if self._map is None else samples
         images = np.stack([sample[0].values for sample in samples])
         targets = torch.utils.data.default_collate([sample[1] for sample in samples])
         return Normalise(*PHOTO[images.shape[1]], images.shape[2:])(torch.from_numpy(images)), targets
@@ -315,10 +306,6 @@ class Pixels(NamedTuple):
             torch.from_numpy(self.values[None].copy())
         )[0]
         return image
-
-
-def _has_pixels(sample: Any) -> bool:
-    return any(isinstance(value, Pixels) for value in (sample.values() if isinstance(sample, dict) else sample))
 
 
 def _plain(sample: Any) -> Any:
