@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from typing import Any
 
+from paceline.corpus.shards import Corpus
 from paceline.data.loader import Loader
 from paceline.files import read_text, write_whole
 from paceline.job.samples import in_users_data
@@ -36,5 +36,6 @@ def changed_files(run: Run, loader: Loader) -> str | None:
     return changed_shards(json.loads(read_text(run.path / _FILE)), corpus.shards)
 
 
-def _corpus(loader: Loader) -> Any:
-    return getattr(in_users_data(loader.dataset, [])[0], "corpus", None)
+def _corpus(loader: Loader) -> Corpus | None:
+    found = getattr(in_users_data(loader.dataset, [])[0], "corpus", None)
+    return found if isinstance(found, Corpus) else None  # `kind: text` has its bytes under this name
