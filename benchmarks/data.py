@@ -11,6 +11,16 @@ Parts and figures:
 - `speed`: `samples_to_best_peer_WORK`, our samples/s / those of the fastest peer, the smaller one of 1 and 2 loader
   processes; WORK is text (JSONL to tokens), tokens (Parquet), images (folder of JPEGs) or tars (of JPEGs).
   `samples_to_best_peer` is the worst of them.
+- `resume`: `resume_s`, from opening the data to the first batch at sample 9 million of 10 million, in a new process;
+  `resume_s_PEER` of the peers, and 1 in `resume_equal` if the batch has the samples that it would have had.
+- `bytes`: `bytes_to_share`, bytes fetched / share of the corpus over an epoch, of the worst rank of 1 to 8.
+- `memory`: `memory_growth_mb` of the rank over 1 million steps, after a warm-up.
+- `exact`: `epoch_exact`, 1 if each sample was read exactly once per epoch in each of 200 random sequences of kills and
+  resizes of 1 to 8 ranks; `epoch_exact_runs`, the same of runs whose ranks are killed.
+- `packed`: `packed_loss_difference` in float64 between documents packed and alone, and `packed_useful_to_padded`,
+  useful tokens per token of a batch, packed / padded.
+- `waiting`: `waiting_share` of a training loop over S3 with 5 % of requests failing and 200 ms latency.
+- `size`: what a corpus of 10 TB costs, computed from measurements: memory, bytes of index and seconds to start.
 """
 
 from __future__ import annotations
@@ -18,12 +28,23 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+import data_limits
+import data_order
+import data_resume
+import data_s3
 import data_speed
 from measure import environment_line, parser_of, print_figures
 
 Part = Callable[[Path, bool], Mapping[str, float]]
 PARTS: dict[str, Part] = {
     "speed": data_speed.measured,
+    "resume": data_resume.measured,
+    "bytes": data_s3.bytes_measured,
+    "memory": data_order.memory_measured,
+    "exact": data_order.exact_measured,
+    "packed": data_limits.packed_measured,
+    "waiting": data_s3.waiting_measured,
+    "size": data_limits.size_measured,
 }
 
 

@@ -107,7 +107,7 @@ def tokens(folder: Path, rows: int, *, shards: int = 16) -> Path:
                 pa.table({"tokens": lists, "label": labels}), made / f"{number:05}.parquet", row_group_size=1024
             )
 
-    return made(folder / f"tokens-{rows}", make)
+    return made(folder / f"tokens-{rows}-{shards}", make)
 
 
 def images(folder: Path, rows: int) -> Path:

@@ -12,13 +12,10 @@ from collections.abc import Iterator
 from typing import Any
 
 from data_serve import Batch, Loading, Task, serve
-from paceline.comm import Group
 from paceline.data.loader import Loader
 from paceline.job.job import Job
+from paceline.job.partition import Partition
 from paceline.job.samples import DataSets
-from paceline.planning.plan import Plan
-from paceline.run import build
-from paceline.split.mesh import Mesh
 
 SHAPE = [3, 256, 256]
 
@@ -36,7 +33,10 @@ def loading_of(task: Task) -> Loading:
         for batch in loader:
             yield tuple(batch.values()) if isinstance(batch, dict) else tuple(batch)
 
-    return Loading(epoch, loader.state_dict, loader.load_state_dict)
+    def seek(sample: int) -> None:
+        loader.load_state_dict(loader.state_dict() | {"step": sample // task.batch})
+
+    return Loading(epoch, seek)
 
 
 def data_of(task: Task) -> DataSets:
@@ -47,13 +47,15 @@ def data_of(task: Task) -> DataSets:
 def job_of(task: Task) -> Job:
     """Return a job that trains on the corpus of a task."""
     kinds: dict[str, dict[str, Any]] = {
-        "text": {"kind": "tokens", "tokenizer": task.tokenizer, "context": task.context},
+        "text": {"kind": "tokens", "tokenizer": task.tokenizer, "context": task.context, "pack": task.pack},
         "tokens": {"kind": "records", "inputs": "tokens", "target": "label"},
         "tiny": {"kind": "records", "inputs": "tokens", "target": "label"},
         "images": {"kind": "records", "shape": SHAPE},
         "tars": {"kind": "records", "columns": {"image": "jpg", "label": "cls"}, "shape": SHAPE},
     }
     data = {"path": task.source, "held_out": 0, **kinds[task.work]}
+    if task.window:
+        data["shuffle_window"] = task.window
     return Job.model_validate(
         {
             "model": "mlp",
@@ -67,9 +69,20 @@ def job_of(task: Task) -> Job:
     )
 
 
-def loader_of(task: Task, data: DataSets) -> Loader:
-    """Return the loader of a run with one rank."""
-    return build.loader_of(job_of(task), Mesh.of(Plan(), Group()), data, task.workers)
+def loader_of(task: Task, data: DataSets, replica: int = 0, replicas: int = 1) -> Loader:
+    """Return the loader of one of several ranks, as `paceline train` builds it."""
+    job, train = job_of(task), data.train
+    partition = Partition(
+        job.partition,
+        samples=len(train),  # type: ignore[arg-type]
+        global_batch=job.global_batch,
+        seed=job.seed,
+        replica=replica,
+        replicas=replicas,
+        shards=train,  # type: ignore[arg-type]
+        leaves_empty=True,
+    )
+    return Loader(train, partition, num_workers=task.workers)
 
 
 if __name__ == "__main__":

@@ -114,7 +114,8 @@ def load_mds(task: Task, own: Path) -> Loading:
 
     data = StreamingDataset(local=str(own / "mds"), shuffle=True, shuffle_seed=task.seed, batch_size=task.batch)
     loader = StreamingDataLoader(data, batch_size=task.batch, collate_fn=partial(batch_of, task), **processes(task))
-    return Loading(lambda: loader, loader.state_dict, loader.load_state_dict)
+    position = {"epoch": 0, "num_canonical_nodes": 1, "initial_physical_nodes": 1, "shuffle_seed": task.seed}
+    return Loading(lambda: loader, lambda sample: loader.load_state_dict(position | {"sample_in_epoch": sample}))
 
 
 @cache
@@ -171,7 +172,17 @@ def load_litdata(task: Task, own: Path) -> Loading:
         collate = stacked
     data = litdata.StreamingDataset(str(own / "chunks"), **settings)
     loader = litdata.StreamingDataLoader(data, batch_size=task.batch, collate_fn=collate, **processes(task))
-    return Loading(lambda: loader, loader.state_dict, loader.load_state_dict)
+
+    def seek(sample: int) -> None:
+        position = {
+            "dataset": data.state_dict(sample, task.workers, task.batch),
+            "current_epoch": 1,
+            "num_samples_yielded": sample,
+            "latest_worker_idx": (sample // task.batch - 1) % max(1, task.workers),
+        }
+        loader.load_state_dict(position)
+
+    return Loading(lambda: loader, seek)
 
 
 def stacked(rows: Sequence[torch.Tensor]) -> Batch:
@@ -291,7 +302,7 @@ def load_grain(task: Task, own: Path) -> Loading:
         for columns in islice(batches, steps):
             yield tuple(torch.from_numpy(np.asarray(column)) for column in columns)
 
-    return Loading(epoch, batches.get_state, batches.set_state)
+    return Loading(epoch, lambda sample: grain.experimental.set_next_index(batches, sample // task.batch))
 
 
 # Hugging Face datasets: a Dataset with batched access for tokens, otherwise an IterableDataset of many shards
@@ -311,16 +322,30 @@ def load_datasets(task: Task, own: Path) -> Loading:
     files = {"data_dir": task.source} if task.work == "images" else {"data_files": f"{task.source}/*.*"}
     data = datasets.load_dataset(kinds[task.work], **files, split="train", cache_dir=str(own / "cache"))
     if task.work in ("tokens", "tiny"):
-        batches = BatchSampler(RandomSampler(data), task.batch, drop_last=False)
+        batches = Skipping(RandomSampler(data), task.batch, drop_last=False)
         arrays = data.with_format("numpy")
         loader = DataLoader(arrays, sampler=batches, batch_size=None, collate_fn=of_arrays, **processes(task))
-        return Loading(lambda: loader)
+        return Loading(lambda: loader, batches.seek)
     if task.work != "text":
         data = data.cast_column("image" if task.work == "images" else "jpg", datasets.Image(decode=True))
         data = data.rename_columns({} if task.work == "images" else {"jpg": "image", "cls": "label"})
     shuffled = data.to_iterable_dataset(num_shards=64).shuffle(seed=task.seed, buffer_size=BUFFER)
     loader = DataLoader(shuffled, batch_size=task.batch, collate_fn=partial(batch_of, task), **processes(task))
     return Loading(lambda: loader)
+
+
+class Skipping(BatchSampler):
+    """A BatchSampler that leaves out the batches before a position, as accelerate's `skip_first_batches` does."""
+
+    skipped = 0
+
+    def seek(self, sample: int) -> None:
+        """Begin the next epoch at this sample."""
+        self.skipped = sample // self.batch_size
+
+    def __iter__(self) -> Iterator[list[int]]:
+        skipped, self.skipped = self.skipped, 0
+        return islice(super().__iter__(), skipped, None)
 
 
 def of_arrays(columns: Any) -> Batch:

@@ -37,6 +37,8 @@ class Task:
         workers: number of loader processes.
         tokenizer: file of the tokenizer, for `text`.
         context: tokens of a sample, for `text`.
+        window: samples that are shuffled together; 0 is a system's own choice.
+        pack: True to fill a sequence with several documents, for `text`.
     """
 
     work: str
@@ -47,6 +49,8 @@ class Task:
     tokenizer: str = ""
     context: int = 0
     seed: int = 0
+    window: int = 0
+    pack: bool = False
 
     def text(self) -> str:
         """Return the task as JSON."""
@@ -59,13 +63,12 @@ class Loading:
 
     Attributes:
         epoch: function that yields the batches of the next epoch.
-        save: function that returns the position after the last batch, as JSON, if the system can resume.
-        load: function that continues from such a position.
+        seek: function that loads the position before this sample, a multiple of the batch, of the first epoch; None if
+            the system can only read everything before it.
     """
 
     epoch: Callable[[], Iterable[Any]]
-    save: Callable[[], Any] | None = None
-    load: Callable[[Any], None] | None = None
+    seek: Callable[[int], None] | None = None
 
 
 def serve(open_loader: Callable[[], Loading], prepare: Callable[[], None]) -> None:
@@ -88,6 +91,23 @@ def serve(open_loader: Callable[[], Loading], prepare: Callable[[], None]) -> No
                 answer(digest(loading.epoch()))
             case "epoch":
                 answer(timed(iter(loading.epoch()), question["skip"]))
+            case "from":
+                answer(read_from(loading, question["sample"], question["batches"]))
+
+
+def read_from(loading: Loading, sample: int, batches: int) -> dict[str, Any]:
+    """Read batches from a position of the first epoch; return the seconds to the first one, and all digests."""
+    begin = time.perf_counter()
+    if loading.seek is not None:
+        loading.seek(sample)
+    reading = iter(loading.epoch())
+    if loading.seek is None:
+        read = 0
+        while read < sample:
+            read += len(next(reading)[0])
+    found, first_s = [next(reading)], time.perf_counter() - begin
+    found += [next(reading) for _ in range(batches - 1)]
+    return {"first_s": first_s, "digests": [digest([batch]) for batch in found]}
 
 
 def timed(batches: Iterator[Any], skip: int) -> dict[str, float]:

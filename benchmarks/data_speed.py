@@ -63,7 +63,7 @@ def measured(folder: Path, quick: bool) -> dict[str, float]:
 def interleaved(task: Task, rounds: int) -> Rates:
     """Compare the samples of all systems, then let them read an epoch in turn."""
     with ExitStack() as held:
-        loaders = {system: held.enter_context(loader(system, task)) for system in (OURS, *PEERS)}
+        loaders = {system: held.enter_context(loader(system, task)).ask for system in (OURS, *PEERS)}
         must_be_equal({system: ask({"ask": "digest"}) for system, ask in loaders.items()}, task)
         rates: Rates = {system: [] for system in loaders}
         for turn in range(rounds):
@@ -108,9 +108,16 @@ def report(task: Task, rates: Rates) -> Interval:
 # Processes
 
 
+class Loader(NamedTuple):
+    """A process that loads data: what it said when it had opened the data, and a function that asks it."""
+
+    opened: dict[str, float]
+    ask: Callable[[Mapping[str, Any]], Any]
+
+
 @contextmanager
-def loader(system: str, task: Task) -> Iterator[Callable[[Mapping[str, Any]], Any]]:
-    """Start the process that loads a task with a system; yield a function that asks it.
+def loader(system: str, task: Task) -> Iterator[Loader]:
+    """Start the process that loads a task with a system.
 
     Raises:
         SystemExit: the process ended.
@@ -139,8 +146,7 @@ def loader(system: str, task: Task) -> Iterator[Callable[[Mapping[str, Any]], An
         return answer()
 
     try:
-        answer()  # opened
-        yield ask
+        yield Loader(answer(), ask)
     finally:
         process.stdin.close()
         try:

@@ -19,7 +19,6 @@ Ints = NDArray[np.int64]
 WINDOW = 4096  # samples of a lane that are shuffled together
 _MOST_LANES = 120  # divisible by 2, 3, 4, 5, 6, 8, 10 and 12, so that few ranks share a lane
 _BLOCK = 1024  # samples of a large shard that stay together until their window is shuffled
-_KEPT_WINDOWS = 2 * (_MOST_LANES + 1)
 
 
 class Order:
@@ -111,7 +110,8 @@ class Order:
             kept = self._sequence(*self._bounds(lane, window))
             self._random(1, lane, window).shuffle(kept)
             self._windows[lane, window] = kept
-            if len(self._windows) > _KEPT_WINDOWS:
+            # a batch ends in one window of each lane, or in two
+            if len(self._windows) > 2 * len(self._slots):
                 self._windows.popitem(last=False)
         self._windows.move_to_end((lane, window))
         return kept
