@@ -21,6 +21,7 @@ from paceline.cluster.discover import discover
 from paceline.comm import Group
 from paceline.comm.backend import joined
 from paceline.engine.engine import RankEngine
+from paceline.errors import StorageError
 from paceline.job.job import Job
 from paceline.planning.plan import Plan
 from paceline.run.record.run import Run
@@ -87,6 +88,27 @@ class Points(Dataset[tuple[Tensor, Tensor]]):
         if index in self.spike_at and self.epoch == 1:
             return self.inputs[index] * -1000, self.labels[index]
         return self.inputs[index] * (float("nan") if bad else 1.0 + noise), self.labels[index]
+
+
+class Stored(Points):
+    """Points in a store that refuses one sample to one rank, while there is a file `while_exists`.
+
+    `lost` has the sample's `index`, the `epoch` and the `rank`. The store refuses `times` reads, and says with
+    `may_pass` whether another read may succeed.
+    """
+
+    def __init__(
+        self, samples: int, lost: dict[str, int], while_exists: str, times: int = 1_000_000, may_pass: bool = False
+    ) -> None:
+        super().__init__(samples)
+        self.lost, self.while_exists, self.times, self.may_pass = lost, Path(while_exists), times, may_pass
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        now = {"index": index, "epoch": self.epoch, "rank": int(os.environ.get("RANK", 0))}
+        if now == self.lost and self.times and self.while_exists.exists():
+            self.times -= 1
+            raise StorageError("test.away", "{url} is away", url="s3://bucket/shard", may_pass=self.may_pass)
+        return super().__getitem__(index)
 
 
 def drawn_points() -> TensorDataset:

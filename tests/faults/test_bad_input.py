@@ -114,7 +114,7 @@ def test_a_rank_that_hangs_is_named_after_the_deadline_with_where_it_hangs(
     outcome = failed(job(tmp_path, trouble="hang", deadline_s=3), "dp=2")
     outcome.fails_with(
         "launch.rank_hung",
-        head=re.compile(r"^rank 1 \(host .*, pid \d+\) .*data of step 5 for 3 s .*rank 0"),
+        head=re.compile(r"^rank 1 \(host .*, pid \d+\) .*data of step 4 for 3 s .*rank 0"),
         advice=re.compile("deadline_s"),
         stacks=re.compile("in come_to_grief"),
     )

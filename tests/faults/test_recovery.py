@@ -309,7 +309,7 @@ def test_a_rank_that_hangs_is_named_and_the_others_finish_the_run(tmp_path: Path
     assert outcome.code == 0, outcome.err
     [lost] = events(tmp_path / "run", "lost")
     assert (lost["rank"], lost["code"], lost["again"]) == (1, "launch.rank_hung", True)
-    assert "data of step 5" in lost["reason"]
+    assert "data of step 4" in lost["reason"]
     assert "in come_to_grief" in lost["stack"]
     assert sorted(losses(tmp_path / "run")) == list(range(1, 13))
 

@@ -151,8 +151,8 @@ def test_a_signal_to_one_rank_ends_all_at_the_same_step_and_saves(
     tmp_path: Path, ranks: Ranks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     undisturbed = train(tmp_path / "undisturbed", 2, ranks)
-    # rank 1 reads one sample to look at it, then four a step: this is in the sixth
-    monkeypatch.setenv("INTERRUPT", "1:22")
+    # rank 1 reads one sample to look at it, then four a step and a step ahead: this is in the sixth
+    monkeypatch.setenv("INTERRUPT", "1:26")
     run = train(tmp_path / "run", 2, ranks)
     *_, end = run.events()
     assert (end["reason"], end["interrupted"], end["step"]) == ("SIGTERM", True, 6)

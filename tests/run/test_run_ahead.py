@@ -151,8 +151,8 @@ def test_a_signal_ends_all_ranks_at_one_step_and_the_run_goes_on_bit_for_bit(
     tmp_path: Path, simulated: Simulated, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     undisturbed = train(tmp_path / "undisturbed", "dp=2", simulated, stop={"steps": 12}, clip_norm=0.5)
-    # rank 1 reads one sample to look at it, then four a step: this is in the sixth
-    monkeypatch.setenv("INTERRUPT", "1:22")
+    # rank 1 reads one sample to look at it, then four a step and two steps ahead: this is in the sixth
+    monkeypatch.setenv("INTERRUPT", "1:30")
     run = train(tmp_path / "run", "dp=2", simulated, stop={"steps": 12}, clip_norm=0.5)
     *_, end = run.events()
     assert (end["reason"], end["interrupted"], end["step"]) == ("SIGTERM", True, 7)

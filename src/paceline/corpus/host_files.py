@@ -23,7 +23,7 @@ from paceline.errors import StorageError
 from paceline.files import open_to_append, private_folder
 
 _Opened = TypeVar("_Opened")
-_OPEN_TRIES = 5  # attempts to open a file that other processes delete in between
+_OPEN_TRIES = 100  # attempts to open a file that other processes delete in between
 _POLL_S = (0.01, 0.2)  # first and longest pause between two attempts to take a lock
 _LOCKED_S = 3600.0  # seconds without a change of an unfinished file after which its maker counts as hung
 _DELETED_SHARE = 20  # a scan of the folder deletes at least one of this number of files, so that scans stay rare
@@ -196,8 +196,6 @@ class FetchAhead:
         if self._pid != os.getpid():
             self._begin()
         with self._changed:
-            if self._closed:
-                return
             self._wanted.clear()
             self._wanted.extend(shard for shard in dict.fromkeys(shards) if shard not in self._begun)
             for _ in range(min(len(self._wanted), self._most - len(self._threads))):
@@ -207,19 +205,23 @@ class FetchAhead:
             self._changed.notify_all()
 
     def close(self) -> None:
-        """End all threads. A transfer that takes longer than 5 s ends in the background."""
+        """End all threads; a later `want` starts new ones.
+
+        A transfer that takes longer than 5 s ends in the background.
+        """
         if self._pid != os.getpid():
             return
-        with self._changed:
-            self._closed = True
-            self._wanted.clear()
-            self._changed.notify_all()
+        changed, threads = self._changed, self._threads
+        with changed:
+            self._begin()
+            changed.notify_all()
         until = time.monotonic() + _CLOSE_S
-        for thread in self._threads:
+        for thread in threads:
             thread.join(max(0.0, until - time.monotonic()))
 
     def _begin(self) -> None:
-        self._pid, self._closed = os.getpid(), False
+        self._pid = os.getpid()
+        # each start has its own condition, by which the threads of an earlier start know that they are not wanted
         self._changed: threading.Condition = threading.Condition()
         self._threads: list[threading.Thread] = []
         self._wanted: deque[int] = deque()
@@ -229,9 +231,9 @@ class FetchAhead:
     def _run(self, changed: threading.Condition) -> None:
         while True:
             with changed:
-                while not self._wanted and not self._closed:
+                while not self._wanted and self._changed is changed:
                     changed.wait()
-                if self._closed:
+                if self._changed is not changed:
                     return
                 shard = self._wanted.popleft()
                 self._begun.add(shard)

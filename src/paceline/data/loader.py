@@ -23,7 +23,7 @@ from paceline.data.loader_processes import Begin, SmallBatch, Workers, as_sent, 
 from paceline.data.samples import Collate, CountedBatch, LoaderFailure, RequestedSamples, SampleRequest
 from paceline.data.stream import SamplerStream
 from paceline.data.whole import BatchShard, Flow
-from paceline.errors import DataError, PlanError
+from paceline.errors import DataError, LoaderProcessError, PlanError, StorageError
 from paceline.job.batch import on_device
 from paceline.job.partition import Partition, Place
 from paceline.job.samples import digest_of, in_users_data
@@ -83,8 +83,10 @@ class Loader:
         samples: RequestedSamples | None = None,
         rank: int | None = None,
         begins_anew: bool = False,
+        retry_s: float = 0.0,
     ) -> None:
-        # `workers` overrides `num_workers`; `samples` replaces the reader of the dataset; errors name `rank`
+        # `workers` overrides `num_workers`; `samples` replaces the reader of the dataset; errors name `rank`;
+        # a batch is read again for `retry_s` seconds while a store cannot be reached
         self.begins_anew = begins_anew
         self._epochs = 0  # number of epochs begun; only used with `begins_anew`
         self._within = False  # whether the next iteration begins at a loaded position
@@ -100,6 +102,7 @@ class Loader:
         self.device = torch.device("cpu")  # device of the batches; only users' own loops change it
         self._rank = partition.replica if rank is None else rank
         self._samples = samples or RequestedSamples(dataset, collate_fn, partition.replica, partition.seed)
+        self._samples.retry_s = retry_s
         # With loader processes, this process reads a copy of the dataset, so that the processes share no open file.
         self._looks = self._samples.apart() if self.num_workers else self._samples
         self._batches: Iterator[Any] | None = None  # torchdata's iterator of the running iteration
@@ -161,7 +164,7 @@ class Loader:
         try:
             step = start
             while self._has(epoch, step):
-                received = self._receive(self._read(batches), epoch, step)
+                received = self._receive(self._ahead.popleft() if self._ahead else self._read(batches), epoch, step)
                 if received is None:  # the stream of one loader process ended
                     continue
                 step += 1
@@ -190,6 +193,39 @@ class Loader:
         """
         if self.num_workers and isinstance(self.partition, Partition) and self._started is self._batches is None:
             self._started = self._start(*self._next)
+
+    @property
+    def can_look_ahead(self) -> bool:
+        """False for streams, for data in memory, and for datasets with a state."""
+        return isinstance(self.partition, Partition) and not (self._samples.stateful or self._samples.in_memory)
+
+    def look_ahead(self, count: int) -> StorageError | None:
+        """Read the next `count` batches of this epoch before they are due.
+
+        Call this method before an iteration, or between two of its batches. An error of the dataset is raised when its
+        batch is due.
+
+        Returns:
+            The error if one of these batches cannot be read from its store; otherwise None.
+
+        Raises:
+            LoaderProcessError: a loader process failed.
+        """
+        assert self.can_look_ahead
+        epoch, step = self._next
+        over = step == 0 and self._batches is not None  # the iteration has yielded its last batch
+        count = 0 if over else min(count, self.partition.steps_per_epoch - step)
+        if count > 0 and self._batches is self._started is None:
+            self._started = self._start(epoch, step)
+        while len(self._ahead) < count and not any(isinstance(batch, Exception) for batch in self._ahead):
+            try:
+                self._ahead.append(self._read(self._started if self._batches is None else self._batches))
+            except LoaderProcessError:
+                raise
+            except Exception as error:  # noqa: BLE001 - raised when the batch is due
+                self._ahead.append(error)
+        causes = (batch.cause if isinstance(batch, LoaderFailure) else batch for batch in self._ahead)
+        return next((cause for cause in causes if isinstance(cause, StorageError)), None)
 
     @property
     def running(self) -> bool:
@@ -318,7 +354,7 @@ class Loader:
         processes have already requested keep their shares.
         """
         assert isinstance(self.partition, Partition)
-        epoch, step = self._next[0], self._next[1] + self.workers.ahead
+        epoch, step = self._next[0], self._next[1] + self.workers.ahead + len(self._ahead)
         place = (epoch, step) if step < self.partition.steps_per_epoch else (epoch + 1, 0)
         self.partition.changes.add(place, shares)
         return place
@@ -401,6 +437,7 @@ class Loader:
         """Make the next iteration begin at `start` = (epoch, step), with torchdata's state `reader`."""
         self._next, self._resume_from = start, reader
         self._batches = self._started = None
+        self._ahead: deque[Any] = deque()  # batches, or errors, that `look_ahead` has read
         self._requests: deque[SampleRequest] = deque()  # requested, but not yet yielded
         self._steps = _RequestSampler(self.partition, start, self._requests)
         workers = self.workers
@@ -507,7 +544,11 @@ class Loader:
         return batch.batch() if isinstance(batch, SmallBatch) else batch
 
     def _receive(self, batch: Any, epoch: int, step: int) -> tuple[Any] | None:
+        if isinstance(batch, Exception):
+            raise batch
         if isinstance(batch, LoaderFailure):
+            if isinstance(batch.cause, StorageError):
+                raise batch.cause
             explained = DataError.of_problems(batch.problems)
             explained.from_users_code = True
             raise explained from batch.cause

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import pickle
+import time
 import traceback
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,11 +20,12 @@ from torch import Tensor
 from torch.utils.data import Dataset, TensorDataset, default_collate, get_worker_info
 from torchdata.stateful_dataloader.stateful import Stateful
 
-from paceline.errors import DataError, Problem
+from paceline.errors import DataError, Problem, StorageError
 from paceline.job.samples import Collated, TensorSamples, apart, are_columns, in_users_data
 from paceline.own_random import SampleRandom, seed_from
 
 Collate = Callable[[list[Any]], Any]
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 10.0  # before a batch is read again; the pauses double
 
 
 class SampleRequest(NamedTuple):
@@ -47,6 +49,7 @@ class RequestedSamples(Dataset[Any]):
         draws: whether the dataset or `collate_fn` has used random numbers in this process.
         collate_draws: whether `collate_fn` has used random numbers in this process.
         left_out: indices in the last batch whose samples are None; `collate_fn` omits these samples.
+        retry_s: seconds for which a batch is read again while a store cannot be reached; 0 raises the first error.
     """
 
     def __init__(
@@ -65,7 +68,9 @@ class RequestedSamples(Dataset[Any]):
         self.epoch: int | None = None
         self.draws = self.collate_draws = False
         self.left_out: list[Any] = []
+        self.retry_s = 0.0
         kept = type(in_users_data(dataset, [])[0]) in (TensorDataset, TensorSamples)
+        self.in_memory = kept
         self._cannot_draw = kept and not self.has_own_collate
         self.stateful = isinstance(dataset, Stateful)
         if isinstance(dataset, Stateful):  # torchdata saves the state of an object that has these two methods
@@ -111,9 +116,20 @@ class RequestedSamples(Dataset[Any]):
             return self._read(request)
         except DataError as error:
             return LoaderFailure(error.problems, _portable(error.__cause__ or error))
+        except StorageError as error:
+            return LoaderFailure(error.problems, error)
 
     def _read(self, request: SampleRequest) -> Any:
-        batch = self.read(request.indices, (request.epoch, request.step))
+        until, pause_s = time.monotonic() + self.retry_s, _FIRST_PAUSE_S
+        while True:
+            try:
+                batch = self.read(request.indices, (request.epoch, request.step))
+                break
+            except StorageError as error:
+                if not error.may_pass or time.monotonic() + pause_s > until:
+                    raise
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
         counts = getattr(in_users_data(self.dataset, [])[0], "counts", None) if request.indices else None
         return CountedBatch(batch, self.left_out, counts or {}) if self.left_out or counts else batch
 
@@ -171,6 +187,8 @@ class RequestedSamples(Dataset[Any]):
             return self._read_one(indices)
         try:
             return self.read_many(indices)
+        except StorageError:
+            raise
         except Exception as error:
             raise self._error(self._culprit(indices), error) from error
 
@@ -209,6 +227,8 @@ class RequestedSamples(Dataset[Any]):
                 if epoch is not None:
                     SampleRandom.start(self.seed, epoch, _number(index))
                 samples.append(self.dataset[index])
+        except StorageError:
+            raise
         except Exception as error:
             raise self._error([indices[len(samples)]], error) from error
         return samples
@@ -216,6 +236,8 @@ class RequestedSamples(Dataset[Any]):
     def _read_one(self, index: Any) -> Any:
         try:
             return self.dataset[index]
+        except StorageError:
+            raise
         except Exception as error:
             raise self._error(index if self.bulk else [index], error) from error
 

@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from paceline.run.record.run import Run
     from paceline.split.deferred_init import DeferredModel
 
+_RETRY_S = 120.0  # longest time for which a batch is read again while a store cannot be reached
+
 
 def check_device(run: Run, group: Group) -> None:
     """Refuse a group whose device type differs from the cluster's."""
@@ -205,7 +207,14 @@ def loader_of(job: Job, mesh: Mesh, data: DataSets, num_workers: int = 0) -> Loa
         shards=shards,
     )
     workers = num_workers or job.data.num_workers
-    return Loader(data.train, partition, num_workers=workers, pin_memory=has_pinned_memory(mesh.world.device))
+    return Loader(
+        data.train,
+        partition,
+        num_workers=workers,
+        pin_memory=has_pinned_memory(mesh.world.device),
+        # less than the deadline, after which the other ranks would end the run
+        retry_s=min(_RETRY_S, job.deadline_s / 2),
+    )
 
 
 def _check_same_shards(digest: list[int], group: Group) -> None:

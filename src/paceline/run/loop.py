@@ -14,7 +14,7 @@ from paceline.elastic.membership import StepBoundary
 from paceline.engine.engine import RankEngine, StepResult
 from paceline.engine.evaluation import batches_of
 from paceline.engine.reduction import UnreadStep
-from paceline.errors import DataError, NonFiniteError, SyncError, report_failure
+from paceline.errors import DataError, NonFiniteError, StorageError, SyncError, report_failure
 from paceline.job.batch import Batch
 from paceline.job.experts import add_counts
 from paceline.job.job import Job
@@ -36,6 +36,7 @@ from paceline.run.recovery.recutting import Recutting
 from paceline.wire.status import ends_generation
 
 _POSITIONS = 8  # number of positions of a stream that are kept; ranks of a run differ by one step at most
+_UNREADABLE = "unreadable"  # reason to end: a rank cannot read its next batch
 
 
 class Loop:
@@ -89,6 +90,7 @@ class Loop:
         # of a stream: the loader's positions after the newest steps
         self._positions: dict[int, dict[str, Any]] = {}
         self._told_reading = -1
+        self._unreadable: StorageError | None = None  # why this rank cannot read a batch that is due soon
 
     def run(self, boundary: StepBoundary | None = None, *, recut: bool = False, has_position: bool = False) -> bool:
         """Train until the stop rule or a signal ends the run, then save.
@@ -158,6 +160,8 @@ class Loop:
         """
         self.at_boundary()
         self._note_position()
+        if self._cannot_begin():
+            return _UNREADABLE
         for batch in self.engine.loader:
             self._note_position(ahead=1)
             reason = None
@@ -232,6 +236,7 @@ class Loop:
             engine.step_count = step
             return
         lr = self.rates.before(step - 1)
+        self._look_ahead(step)
         self.vote()
         before, self._begun = self._begun, _Begun(engine.begin(batch), engine.loader.position, lr)
         votes: dict[str, int] = {}
@@ -247,6 +252,36 @@ class Loop:
             info = self._recorded(begun)
             info.result.votes = votes | info.result.votes
             yield info
+
+    def _cannot_begin(self) -> bool:
+        """Return True if a rank cannot read the first batches of an iteration.
+
+        Every rank must call this method.
+        """
+        if not self._looks_ahead:
+            return False
+        self._look_ahead(self.engine.step_count)
+        if self.engine.updates:
+            # a rank that still reads is the only one in the phase "data"
+            self.engine.on_phase("sync", self.engine.step_count + 1)
+        return any(self.group.gather_json(self._unreadable is not None))
+
+    def _look_ahead(self, step: int) -> None:
+        """Read the batch after `step` before the votes of `step`.
+
+        If the batch cannot be read, all ranks can therefore end after this step.
+
+        If the host runs ahead, the ranks learn of a vote one step later, so a second batch is read.
+        """
+        if self._looks_ahead:
+            count = 2 if self.engine.runs_ahead else 1
+            count = count if self.total_steps is None else min(count, self.total_steps - step)
+            self._unreadable = self.engine.loader.look_ahead(count)
+
+    @property
+    def _looks_ahead(self) -> bool:
+        # with local rules, votes arrive only when replicas synchronize
+        return self.engine.loader.can_look_ahead and not self.engine.local_steps
 
     def _recorded(self, begun: _Begun) -> StepInfo:
         assert begun.position is not None
@@ -311,7 +346,7 @@ class Loop:
         reason = self.stop.after_step(result.step, result.loss) if result.reduced else self.stop.ended(result.step)
         if reason is None and "out_of_time" in result.votes:
             reason = f"seconds: {self.job.stop.seconds:g} s are over"
-        return reason
+        return reason or (_UNREADABLE if "unreadable" in result.votes else None)
 
     def resumed(self, boundary: StepBoundary) -> bool:
         """Load the newest checkpoint; return False if it belongs to another step."""
@@ -441,6 +476,9 @@ class Loop:
         return reason
 
     def _finish(self, reason: str) -> None:
+        if reason == _UNREADABLE:
+            self.checkpoints.finish()
+            raise self._store_error()
         interrupted = reason in ("interrupted", "SIGINT", "SIGTERM")
         if not interrupted and self.evaluations.at != self.engine.step_count:
             # Count the evaluation only if it is due: a longer stop rule in a resumed run must not change the results.
@@ -476,6 +514,20 @@ class Loop:
             counts = partition.drawn(*divmod(self.engine.step_count, partition.steps_per_epoch))
             self.events("sources", {"step": self.engine.step_count, "sources": dataset.drawn(counts)})
 
+    def _store_error(self) -> StorageError:
+        """Return the error of the first rank that cannot read its batch.
+
+        Every rank must call this method.
+        """
+        found = self.group.gather_json(None if self._unreadable is None else str(self._unreadable))
+        return StorageError(
+            "storage.batch_unreadable",
+            "{reason}. Training stopped after step {step}, and its state is saved. Continue with --resume.",
+            reason=next(text for text in found if text is not None).rstrip("."),
+            step=self.engine.step_count,
+            may_pass=True,
+        )
+
     def rewound(self, result: StepResult) -> bool:
         """Apply the job's policy after a skipped update; return True if the run has rewound."""
         event, policy = "nonfinite", "scale"
@@ -502,6 +554,8 @@ class Loop:
         """Send this rank's votes, such as a signal, with the next gradients."""
         if self.signal is not None:
             self.engine.signals.vote("interrupted")
+        if self._unreadable is not None:
+            self.engine.signals.vote("unreadable")
         if self.another_is_wanted():
             self.engine.signals.vote("generation")
         if self.group.rank == 0:
