@@ -34,7 +34,7 @@ def show_data(view: DataView, console: Console) -> None:
     _columns(view.sets, console)
     _classes(view, console)
     for found in view.sets:
-        _tokens(found, console)
+        _tokens(found, console, histograms=found is view.sets[0])
     _samples(view, console)
     if view.notes:
         console.print()
@@ -85,13 +85,15 @@ def _classes(view: DataView, console: Console) -> None:
     console.print(table)
 
 
-def _tokens(found: SetView, console: Console) -> None:
+def _tokens(found: SetView, console: Console, *, histograms: bool) -> None:
     tokens = found.tokens
     if not tokens.positions:
         return
     _head(f"Tokens of {found.name}", found.statistics_of, console)
     for name, text in tokens.facts:
         console.print(Text.assemble((f"{name:<11}", _QUIET), text))
+    if not histograms:
+        return
     for name, lengths in (("samples", tokens.lengths), ("documents", tokens.documents)):
         if bins := histogram(lengths):
             table = _table("tokens", "", name, right=(0, 2))

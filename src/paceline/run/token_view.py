@@ -285,6 +285,6 @@ def _stretches(ids: Tensor, real: Tensor, counted: Tensor, starts: Tensor, token
 
 
 def _decoded(ids: Sequence[int], tokenizer: Any) -> str:
-    if tokenizer is None:
+    if not hasattr(tokenizer, "decode"):
         return " ".join(map(str, ids)) + " " if ids else ""
     return str(tokenizer.decode(ids))
