@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from commands import Outcome, ended, in_a_process, losses, started, wait_for, write_job
+from commands import Outcome, ended, in_a_process, losses, started, wait_for, wait_for_step, write_job
+from paceline.state.manifest import checkpoints
 from storage.servers import S3, fronted, linked, reached_over, serving
 
 RUN = "s3://bucket/runs/mine"
@@ -131,6 +132,48 @@ def test_an_object_of_another_version_than_the_listed_one_is_refused_at_once(ser
     assert (
         python(CHANGED, tmp_path, environment=server.environment).splitlines() == ["storage.object_changed False"] * 2
     )
+
+
+ROWS = """
+import json, random
+from paceline.storage.store import Store
+store, draw = Store("s3://bucket/rows"), random.Random(1)
+for shard in range(20):
+    rows = [{"x": [round(draw.gauss(0, 1), 3) for _ in range(6)], "y": draw.randrange(3)} for _ in range(30)]
+    store.write(f"{shard}.jsonl", "".join(json.dumps(row) + chr(10) for row in rows).encode())
+"""
+
+
+@pytest.mark.slow
+def test_data_that_cannot_be_reached_in_mid_epoch_stops_the_run_which_goes_on_bit_for_bit(
+    server: S3, tmp_path: Path
+) -> None:
+    python(ROWS, environment=server.environment)
+    data = {"kind": "records", "path": "s3://bucket/rows/*.jsonl", "inputs": "x", "target": "y", "held_out": 0}
+    job = write_job(
+        tmp_path / "job.yaml",
+        model={"factory": "small_jobs:plain"},
+        data=data | {"cache_gb": 1e-5, "shuffle_window": 60},  # a few shards, so that many are fetched again
+        stop={"steps": 300},
+        checkpoint={"every_steps": 10_000},
+        deadline_s=60,
+    )
+    train = ("train", job, "--plan", "dp=2 balance=off", "--run")
+    with linked(server) as link:
+        on = reached_over(link, server)
+        with started("paceline", *train, tmp_path / "run", folder=tmp_path, environment=on) as run:
+            wait_for_step(5, tmp_path / "run", run)
+            link.cut()
+            stopped = ended(run, 180)
+        assert "s3://bucket/rows/" in stopped.fails_with("storage.batch_unreadable")
+        done = max(losses(tmp_path / "run"))
+        assert 5 <= done < 300
+        assert [at for at, _ in checkpoints(tmp_path / "run" / "checkpoints")] == [done]
+        link.mend()
+        for name, *more in (("run", "--resume"), ("undisturbed",)):
+            outcome = in_a_process(*train, tmp_path / name, *more, folder=tmp_path, **on)
+            assert outcome.code == 0, outcome.err
+    assert losses(tmp_path / "run") == losses(tmp_path / "undisturbed")
 
 
 @pytest.mark.slow
