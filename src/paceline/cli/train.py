@@ -74,6 +74,7 @@ def command(
 def summary(run: Run) -> str:
     """Return the result, speed, stop reason and directory of a run as text."""
     from paceline.run.record.goodput import goodput
+    from paceline.units import percent
 
     steps, end = run.steps(), last(run, "end")
     synthetic = " (synthetic data)" if last(run, "start", "resume")["synthetic"] else ""
@@ -92,6 +93,11 @@ def summary(run: Run) -> str:
             f"throughput   {speed.throughput:,.0f} samples/s = global batch / median step time{beside}, plan "
             f"{run.plan}{synthetic}"
         )
+        if speed.tokens_per_s is not None and speed.padding is not None:
+            lines.append(
+                f"tokens       {speed.tokens_per_s:,.0f} tokens/s that count; {percent(speed.padding)} of the "
+                "positions are padding"
+            )
     if (of_run := goodput(run)).disturbed:
         lines.append(f"goodput      {of_run.sentence()}")
     lines.append(f"run          {run.url or run.path}")

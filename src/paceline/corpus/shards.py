@@ -9,7 +9,7 @@ from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, overload
 
@@ -206,6 +206,20 @@ class Corpus:
         if len(self._open) > _OPEN_SHARDS:
             self._open.popitem(last=False)[1].close()
         return rows
+
+
+@dataclass(frozen=True, slots=True)
+class Where:
+    """The place of a row, whose text is made only for an error."""
+
+    corpus: Corpus
+    row: int
+
+    def __str__(self) -> str:
+        shard = self.corpus.shard_of(self.row)
+        name = self.corpus.shards[shard].name
+        first, end = self.corpus.starts[shard : shard + 2].tolist()
+        return name if end - first == 1 else f"{name}, row {self.row - first}"
 
 
 class _Shards(Sequence[Shard]):

@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.corpus.rows import Damaged
-from paceline.corpus.shards import Corpus
+from paceline.corpus.shards import Corpus, Where
 from paceline.corpus.tokenizer import Tokenizer, Tokens
 from paceline.errors import DataError
 from paceline.extensions import optional_package
@@ -412,20 +412,6 @@ class _Work:
 
         written, tokens = write_documents(self.out / part.name, documents())
         return part._replace(documents=written, tokens=tokens, empty=part.end - part.first - written)
-
-
-@dataclass(frozen=True, slots=True)
-class Where:
-    """The place of a row, whose text is made only for an error."""
-
-    corpus: Corpus
-    row: int
-
-    def __str__(self) -> str:
-        shard = self.corpus.shard_of(self.row)
-        name = self.corpus.shards[shard].name
-        first, end = self.corpus.starts[shard : shard + 2].tolist()
-        return name if end - first == 1 else f"{name}, row {self.row - first}"
 
 
 def text_of(row: Mapping[str, Any], column: str, where: Where) -> str:

@@ -53,7 +53,7 @@ DataPath = Annotated[Path, WrapValidator(_path_or_url), PlainSerializer(str, whe
 
 
 _SHARE_OF = {"digits", "synthetic"}  # types without files
-_PATHS = ("path", "held_out_path", "factory", "held_out_factory", "collate", "collate_held_out", "map")
+_PATHS = ("path", "held_out_path", "factory", "held_out_factory", "collate", "collate_held_out", "map", "tokenizer")
 
 
 class _Data(Spec):
@@ -83,6 +83,8 @@ class _Data(Spec):
             return resolve_import_path(value, info.context)
         if isinstance(value, tuple):
             return tuple(p if is_url(p) else _expand(p, base) for p in value)
+        if info.field_name == "tokenizer" and value is not None and (folder := _expand(value, base)).is_dir():
+            return folder / "tokenizer.json"
         return value if is_url(value) or not value else _expand(value, base)
 
     @field_validator("test", mode="after")
@@ -116,6 +118,11 @@ class _Data(Spec):
             return checked_url(source)
         except StorageError as error:
             raise InvalidValue.of_error(error) from None
+
+    @property
+    def is_tokenized(self) -> bool:
+        """True if the samples are tokens of a tokenizer, and their labels the next tokens."""
+        return False
 
     @property
     def keeps_no_validation_set(self) -> bool:
@@ -296,6 +303,38 @@ class Records(FileSpec):
     shape: ImageShape | None = None  # by default, the shape that the model needs
 
 
+class Tokens(FileSpec):
+    """Text of any format that a tokenizer converts, or a folder of tokens from `paceline data tokenize`.
+
+    With `causal`, the task is to predict the next token. With `masked`, the task is to restore the 15 % of the tokens
+    that are hidden (Devlin et al., 2019). `limit` and the shares of `held_out` and `test` count documents.
+
+    Text without `pack` is converted by the loader processes. A sample is one document, which is cut at `context`
+    tokens. With `pack`, a sample holds several documents, whose positions start again at 0. Text is then converted
+    once, into the cache. With `pack` and in a folder of tokens, a longer document becomes several pieces.
+    """
+
+    kind: Literal["tokens"]
+    column: str = "text"
+    tokenizer: Path | None = None  # a tokenizer.json or a Hugging Face folder; a folder of tokens may do without
+    context: int = Field(ge=2)
+    objective: Literal["causal", "masked"] = "causal"
+    pack: bool = False
+
+    @property
+    def is_tokenized(self) -> bool:
+        """True: see the base class."""
+        return True
+
+    def fetch(self) -> dict[str, str]:
+        """Convert text to tokens if `pack` needs it, unless this host has done it."""
+        if self.pack:
+            from paceline.job.zoo.tokens import convert_text
+
+            convert_text(self)
+        return {}
+
+
 class Stage(Spec):
     """Weights of the sources of a mixture from a step on."""
 
@@ -313,10 +352,21 @@ class Mixture(_Data):
     """
 
     kind: Literal["mixture"]
-    sources: Annotated[dict[str, Records], Field(min_length=1)]
+    sources: Annotated[dict[str, Annotated[Records | Tokens, Field(discriminator="kind")]], Field(min_length=1)]
     weights: dict[str, Annotated[float, Field(ge=0, allow_inf_nan=False)]] | None = None
     repeat: dict[str, Annotated[float, Field(gt=0, allow_inf_nan=False)]] = Field(default_factory=dict)
     schedule: tuple[Stage, ...] = ()
+
+    @property
+    def is_tokenized(self) -> bool:
+        """True if a source has tokens; see `Tokens`."""
+        return any(source.is_tokenized for source in self.sources.values())
+
+    def fetch(self) -> dict[str, str]:
+        """Prepare each source; see `Tokens.fetch`."""
+        for source in self.sources.values():
+            source.fetch()
+        return {}
 
     @model_validator(mode="after")
     def _names_exist(self) -> Self:
@@ -403,7 +453,7 @@ class Synthetic(_Data):
 
 DataSpec = Annotated[
     Annotated[
-        Digits | Cifar10 | Images | Text | Arrays | Records | Mixture | Custom | Streamed | Synthetic,
+        Digits | Cifar10 | Images | Text | Arrays | Records | Tokens | Mixture | Custom | Streamed | Synthetic,
         Field(discriminator="kind"),
     ],
     BeforeValidator(_Data.long_form),

@@ -38,6 +38,7 @@ from paceline.yaml_file import explain
 Precision = Literal["fp32", "bf16", "fp16", "fp64"]
 _ACCUMULATION = 'Did you mean "gradient_accumulation_steps", at the top of the job?'
 _HINTS = {
+    "tokenizer": "Text with a tokenizer is kind: tokens, which also needs the key context.",
     "accumulate": _ACCUMULATION,
     "accumulate_steps": _ACCUMULATION,
     "accumulation": _ACCUMULATION,
@@ -169,6 +170,16 @@ class Job(Spec):
                 "freeze names parameters of a model, but model.transformer gives only dimensions",
             )
         object.__setattr__(self, "model", self.model.freezing(self.freeze))
+        return self
+
+    @model_validator(mode="after")
+    def _shift_once(self) -> Job:
+        if self.loss.name == "model" and self.data.is_tokenized:
+            raise InvalidValue(
+                "job.labels_shifted_twice",
+                "the labels of kind: tokens are the next tokens, and with loss: model, the model shifts them again. "
+                "Set loss: cross_entropy.",
+            )
         return self
 
     @model_validator(mode="after")

@@ -287,6 +287,11 @@ DEFINITIONS: Mapping[str, Definition] = {
         "Samples per second = global batch / median step time, without warm-up. The overall speed, with "
         "evaluations, checkpoints and pauses, is shown if it differs.",
     ),
+    "tokens": Definition(
+        "token throughput",
+        "Tokens per second whose label counts = throughput × mean number of such tokens in a sample of rank 0. "
+        "The padding is the share of the positions that hold no token.",
+    ),
     "round_time": Definition("round time", "Median wall-clock time of one round of clients, without warm-up."),
     "step_time": Definition("step time", "Median wall-clock time of one optimizer step, without warm-up."),
     "global_batch": Definition("global batch", "Samples per optimizer step, over all devices."),

@@ -171,6 +171,10 @@ def _cards(
         Card("throughput", too_few if speed is None else units.rate(speed.throughput), f"on {who}{overall}"),
         Card("time_to_target" if reached else "training_time", units.seconds(elapsed_s), until),
     ]
+    if speed is not None and speed.tokens_per_s is not None and speed.padding is not None:
+        cards.append(
+            Card("tokens", units.rate(speed.tokens_per_s, "tokens/s"), f"{units.percent(speed.padding)} padding")
+        )
     if speed is not None:
         cards.append(Card(f"{noun}_time", units.seconds(speed.step_s), f"over {units.count(len(timed(steps)), noun)}"))
     metrics: dict[str, float] = (_newest(record.events, "evaluation") or {"metrics": {}})["metrics"]

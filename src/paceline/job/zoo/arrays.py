@@ -451,18 +451,28 @@ class Windows(Dataset[tuple[Tensor, Tensor]]):
         if self.causal:
             both = torch.from_numpy(tokens)
             return both[:, :-1].contiguous(), both[:, 1:].contiguous()
-        hidden, target = hide(tokens, keys=_sample_keys(self.seed, self.epoch, indices))
+        hidden, target = hide(tokens, keys=sample_keys(self.seed, self.epoch, indices))
         return torch.from_numpy(hidden), torch.from_numpy(target)
 
 
-def hide(tokens: npt.NDArray[np.int64], keys: Words) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+def hide(
+    tokens: npt.NDArray[np.int64],
+    keys: Words,
+    *,
+    mask: int = MASK,
+    vocab: int = 256,
+    may_hide: npt.NDArray[np.bool_] | None = None,
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
     """Hide 15 % of the tokens of each row, but at least one token.
 
-    Every sample therefore has the same number of items.
+    Samples with the same number of tokens therefore have the same number of items.
 
     Args:
-        tokens: bytes of shape (samples, context).
+        tokens: tokens of shape (samples, context).
         keys: one random key per sample; the same key hides the same positions.
+        mask: token that replaces hidden tokens.
+        vocab: number of tokens from which random ones are chosen.
+        may_hide: positions that may be hidden, shape (samples, context); by default, all.
 
     Returns:
         `(input, target)`, each of shape (samples, context).
@@ -471,15 +481,21 @@ def hide(tokens: npt.NDArray[np.int64], keys: Words) -> tuple[npt.NDArray[np.int
     counter: Words = np.arange(1, 2 * context + 1, dtype=np.uint64)
     noise = _mix(keys[:, None] + counter * _GOLDEN)
     order, fate = noise[:, :context], noise[:, context:]
-    count = max(1, round(HIDDEN_SHARE * context))
-    chosen = order <= np.partition(order, count - 1, axis=1)[:, count - 1 : count]
-    # the high bits become a number in [0, 1); the low byte is used for the random token
+    if may_hide is None:
+        count = max(1, round(HIDDEN_SHARE * context))
+        chosen = order <= np.partition(order, count - 1, axis=1)[:, count - 1 : count]
+    else:
+        order = np.where(may_hide, order, np.uint64(2**64 - 1))
+        counts = np.maximum(1, np.rint(HIDDEN_SHARE * may_hide.sum(1))).astype(np.int64)
+        chosen = (order <= np.take_along_axis(np.sort(order, axis=1), counts[:, None] - 1, axis=1)) & may_hide
+    # the high bits become a number in [0, 1); the low bits are used for the random token
     draw = (fate >> np.uint64(11)) * 2.0**-53
-    replaced = np.where(draw < 0.8, MASK, np.where(draw < 0.9, (fate & np.uint64(0xFF)).astype(np.int64), tokens))
+    replaced = np.where(draw < 0.8, mask, np.where(draw < 0.9, (fate % np.uint64(vocab)).astype(np.int64), tokens))
     return np.where(chosen, replaced, tokens), np.where(chosen, tokens, IGNORED)
 
 
-def _sample_keys(seed: int, epoch: int, indices: list[int]) -> Words:
+def sample_keys(seed: int, epoch: int, indices: list[int]) -> Words:
+    """Return one random key per sample and epoch, for `hide`."""
     epoch_key = _mix(_mix(np.array([seed], dtype=np.uint64) + _GOLDEN) + np.array([epoch], dtype=np.uint64) * _GOLDEN)
     return _mix(epoch_key + np.array(indices, dtype=np.uint64) * _GOLDEN)
 

@@ -73,6 +73,10 @@ def _build(spec: DataSpec, input_shape: tuple[int, ...] | None, seed: int) -> Da
             from paceline.job.zoo.records import build_records
 
             return build_records(spec, input_shape, seed)
+        case "tokens":
+            from paceline.job.zoo.tokens import build_tokens
+
+            return build_tokens(spec, seed)
         case "mixture":
             from paceline.job.zoo.mixture import build_mixture
 

@@ -16,10 +16,10 @@ from paceline.job.zoo.records import ShardedSamples
 
 if TYPE_CHECKING:
     from paceline.job.data import Mixture as MixtureSpec
-    from paceline.job.data import Records
+    from paceline.job.data import Records, Tokens
 
 
-def build_mixture(spec: MixtureSpec, build: Callable[[Records], DataSets]) -> DataSets:
+def build_mixture(spec: MixtureSpec, build: Callable[[Records | Tokens], DataSets]) -> DataSets:
     """Open all sources; `build` opens one.
 
     The validation set has the validation samples of all sources, and the test set likewise.
@@ -86,6 +86,12 @@ class MixedSamples(Dataset[Any]):
             for name, number in source.counts.items():
                 self.counts[name] = self.counts.get(name, 0) + number
         return self.sources[0].batch(samples)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Pass the epoch to the sources, whose samples may depend on it."""
+        for source in self.sources:
+            if hasattr(source, "set_epoch"):
+                source.set_epoch(epoch)
 
     def epoch_order(
         self, seed: int, epoch: int, batch: int, *, steps: int, shuffle: bool, part: tuple[int, int] | None = None

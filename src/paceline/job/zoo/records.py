@@ -15,7 +15,7 @@ from torch.utils.data import Dataset
 from paceline.corpus.host_files import HostFiles
 from paceline.corpus.order import Ints, Order
 from paceline.corpus.rows import Damaged
-from paceline.corpus.shards import Corpus, Shard
+from paceline.corpus.shards import Corpus, Shard, Where
 from paceline.errors import DataError
 from paceline.files import made_cache_folder
 from paceline.job.samples import DataSets, SplitSpec, shares
@@ -63,8 +63,13 @@ def sharded_sets(
 
 def opened(spec: FileSpec, paths: Sequence[Path | str]) -> Corpus:
     """Open the corpus of these paths, with the cache of this user."""
-    cache = HostFiles(made_cache_folder("shards"), int(spec.cache_gb * 2**30))
-    return Corpus.open([str(path) for path in paths], format=spec.format, cache=cache, on_bad_shard=spec.on_bad_shard)
+    named = [str(path) for path in paths]
+    return Corpus.open(named, format=spec.format, cache=host_files(spec), on_bad_shard=spec.on_bad_shard)
+
+
+def host_files(spec: FileSpec) -> HostFiles:
+    """Return the cache of this user on this host."""
+    return HostFiles(made_cache_folder("shards"), int(spec.cache_gb * 2**30))
 
 
 class Spans(NamedTuple):
@@ -111,7 +116,7 @@ def _in_proportion(counts: Ints, total: int) -> Ints:
 class ShardedSamples(Dataset[Any]):
     """Samples of a corpus that are read from its shards on demand.
 
-    Subclasses define `sample`, and may define `batch`.
+    Subclasses define `sample` or `read`, and may define `batch`.
 
     Attributes:
         counts: numbers of the last batch for the record: with `on_bad_shard: skip`, `replaced` is the number of damaged
@@ -129,11 +134,17 @@ class ShardedSamples(Dataset[Any]):
         return int(self.starts[-1])
 
     def __getitem__(self, index: int) -> Any:
+        self.counts = {}
         return self._read(index)
 
     def __getitems__(self, indices: list[int]) -> Any:
         self.counts = {}
         return self.batch([self._read(index) for index in indices])
+
+    def read(self, index: int, shard: int) -> Any:
+        """Read a sample, which is in this shard. May raise Damaged."""
+        row = int(self._firsts[shard] + index - self.starts[shard])
+        return self.sample(self.corpus.row(row), Where(self.corpus, row))
 
     def sample(self, row: dict[str, Any], where: Where) -> Any:
         """Turn a row into a sample; errors name `where`."""
@@ -169,10 +180,8 @@ class ShardedSamples(Dataset[Any]):
     def _read(self, index: int) -> Any:
         tries = _MOST_DAMAGED if self._skips else 1
         for attempt in range(tries):
-            shard = int(np.searchsorted(self.starts, index, side="right")) - 1
-            row = int(self._firsts[shard] + index - self.starts[shard])
             try:
-                return self.sample(self.corpus.row(row), Where(self.corpus, row))
+                return self.read(index, int(np.searchsorted(self.starts, index, side="right")) - 1)
             except Damaged as damage:
                 if attempt + 1 == tries:
                     raise DataError(
@@ -187,19 +196,6 @@ class ShardedSamples(Dataset[Any]):
             # a fixed stride leads to other shards soon, and is the same on every rank
             index = (index + len(self) // 7 + 1) % len(self)
         raise AssertionError
-
-
-class Where(NamedTuple):
-    """The place of a row, whose text is made only for an error."""
-
-    corpus: Corpus
-    row: int
-
-    def __str__(self) -> str:
-        shard = self.corpus.shard_of(self.row)
-        name = self.corpus.shards[shard].name
-        first, end = self.corpus.starts[shard : shard + 2].tolist()
-        return name if end - first == 1 else f"{name}, row {self.row - first}"
 
 
 class RecordSamples(ShardedSamples):

@@ -7,6 +7,7 @@ may remove its cause. Read `dry_run.py` first, then `preflight.py`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -16,7 +17,7 @@ from typing import Any
 from paceline.cluster.cluster import Cluster
 from paceline.cluster.discover import discover
 from paceline.elastic.run_on_ranks import run_on_plan
-from paceline.errors import BatchError, LaunchError, PlanError, PlanProblem
+from paceline.errors import BatchError, DataError, LaunchError, PlanError, PlanProblem, Problem
 from paceline.files import cache_folder, made_cache_folder
 from paceline.job.job import Job
 from paceline.planning.check.plan_context import loss_is_tried
@@ -29,23 +30,27 @@ _FOLDER = "preflight"
 def refuse_what_cannot_divide(job: Job, plan: Plan, cluster: Cluster, world: int | None = None) -> None:
     """Check with shapes and a few samples that the plan can run, before ranks start.
 
-    A plan that does not divide the model is only checked if the user or the model defines the loss.
+    A plan that does not divide the model is only checked if the user or the model defines the loss, or if a tokenizer
+    makes the samples.
 
     Args:
         world: number of ranks that have already started; the plan that an error proposes uses all of them.
 
     Raises:
+        DataError: the tokenizer has more ids than the model has embeddings.
         PlanError: the plan cannot divide the job's model, or would train another loss. The message lists every reason,
             and the nearest plan that works.
         LaunchError: the model cannot compute a batch under any plan.
         SystemExit: 130 or 143, after SIGINT or SIGTERM.
     """
-    if not plan.splits and not loss_is_tried(job, plan):
+    if not plan.splits and not loss_is_tried(job, plan) and not job.data.is_tokenized:
         return
     known = kept_file(job, plan)
     if known.is_file():
         return
     if (refusal := _asked(job, plan, cluster, world)) is not None:
+        if refusal.of_data:
+            raise DataError.of_problems([Problem.of_parts(*parts) for parts in refusal.problems])
         problems = [PlanProblem.of_parts(*parts) for parts in refusal.problems]
         raise PlanError.of_problems(problems, nearest=refusal.nearest)
     with suppress(OSError):  # if the cache cannot be written, the next start checks again
@@ -55,10 +60,15 @@ def refuse_what_cannot_divide(job: Job, plan: Plan, cluster: Cluster, world: int
 
 @dataclass(frozen=True)
 class _Refusal:
-    """A refusal in the form sent between processes: each problem is (code, template, fields)."""
+    """A refusal in the form sent between processes: each problem is (code, template, fields).
+
+    Attributes:
+        of_data: True if no plan can train on the data.
+    """
 
     problems: list[tuple[str, str, dict[str, Any]]]
     nearest: Plan | None
+    of_data: bool = False
 
 
 def _asked(job: Job, plan: Plan, cluster: Cluster, world: int | None) -> _Refusal | None:
@@ -80,9 +90,16 @@ def _refusal(question: tuple[Job, Plan, Cluster, int | None]) -> _Refusal | None
     from paceline.run.dry_run.preflight import Preflight
 
     job, plan, cluster, world = question
-    if (error := Preflight(job).refusal(plan, cluster, world)) is None:
+    preflight = Preflight(job)
+    if found := preflight.reasons_of_data():
+        return _Refusal(_parts(found), None, of_data=True)
+    if (error := preflight.refusal(plan, cluster, world)) is None:
         return None
-    return _Refusal([(one.code, one.template, one.fields) for one in error.problems], error.nearest)
+    return _Refusal(_parts(error.problems), error.nearest)
+
+
+def _parts(problems: Sequence[Problem]) -> list[tuple[str, str, dict[str, Any]]]:
+    return [(one.code, one.template, one.fields) for one in problems]
 
 
 def kept_file(job: Job, plan: Plan) -> Path:

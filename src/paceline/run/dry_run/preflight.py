@@ -24,7 +24,7 @@ from paceline.errors import PacelineError, PlanError, PlanProblem, Problem
 from paceline.job.batch import target_of
 from paceline.job.job import Job
 from paceline.job.parameters import names_of
-from paceline.job.samples import DataSets
+from paceline.job.samples import DataSets, in_users_data
 from paceline.job.streams import with_few
 from paceline.own_random import kept_random
 from paceline.planning.check.plan_context import Check, PlanContext, loss_is_tried
@@ -91,6 +91,26 @@ class Preflight:
         further = (Check(division, _KEYS), Check(loss, ("microbatches", *DEGREES)))
         nearest = nearest_plan(plan, self.job, cluster, world, further=further)
         return PlanError.of_problems(problems, nearest=nearest)
+
+    def reasons_of_data(self) -> list[Problem]:
+        """Return the reasons why the model cannot embed the data's tokens."""
+        rows = max(model_info(self.job.model).vocabulary, default=None)
+        if not self.job.data.is_tokenized or rows is None:
+            return []
+        own = in_users_data(self._data.train, [])[0]
+        ids = max(source.form.vocab_size for source in getattr(own, "sources", [own]) if hasattr(source, "form"))
+        if ids <= rows:
+            return []
+        return [
+            Problem(
+                "data.vocabulary_too_large",
+                "the tokenizer has the ids 0 to {last}, but the model's embedding has only {rows} rows. Set the "
+                "vocabulary of the model to at least {ids}, or use the tokenizer that belongs to the model.",
+                last=ids - 1,
+                ids=ids,
+                rows=rows,
+            )
+        ]
 
     def reasons(self, plan: Plan) -> list[Problem]:
         """Return the reasons why ranks could not divide the model; empty if there are none."""

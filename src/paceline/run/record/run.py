@@ -299,11 +299,15 @@ class Speed:
         samples: median number of samples per step, without warm-up steps.
         overall: samples per second over the whole training, including evaluations, checkpoints and pauses; None while
             the run is active.
+        tokens: mean number of tokens per sample whose label counts, of rank 0; None if the data has no tokenizer.
+        padding: share of the positions of rank 0's samples that hold no token; None if the data has no tokenizer.
     """
 
     step_s: float
     samples: float
     overall: float | None = None
+    tokens: float | None = None
+    padding: float | None = None
 
     @classmethod
     def of(cls, steps: Sequence[dict[str, Any]], training_time_s: float = 0.0) -> Speed | None:
@@ -313,7 +317,8 @@ class Speed:
             return None
         samples, step_s = (float(statistics.median(s[key] for s in counted)) for key in ("samples", "step_s"))
         each = {s["step"]: s["samples"] for s in steps}  # count a repeated step once
-        return cls(step_s, samples, sum(each.values()) / training_time_s if training_time_s else None)
+        overall = sum(each.values()) / training_time_s if training_time_s else None
+        return cls(step_s, samples, overall, *_tokens(counted))
 
     @property
     def throughput(self) -> float:
@@ -321,10 +326,25 @@ class Speed:
         return self.samples / self.step_s
 
     @property
+    def tokens_per_s(self) -> float | None:
+        """Tokens per second whose label counts; None if the data has no tokenizer."""
+        return None if self.tokens is None else self.throughput * self.tokens
+
+    @property
     def overall_if_other(self) -> float | None:
         """Overall speed; None if it differs from the throughput by at most 10%."""
         overall = self.overall
         return None if overall is None or abs(overall / self.throughput - 1) <= _ALIKE else overall
+
+
+def _tokens(steps: Sequence[dict[str, Any]]) -> tuple[float | None, float | None]:
+    """Return the tokens per sample and the padding share, if steps have them."""
+    counted = [(s["data"], s["local_samples"]) for s in steps if "positions" in s.get("data", {})]
+    positions, samples = sum(data["positions"] for data, _ in counted), sum(count for _, count in counted)
+    if not positions or not samples:
+        return None, None
+    tokens, padding = (sum(data[key] for data, _ in counted) for key in ("tokens", "padding"))
+    return tokens / samples, padding / positions
 
 
 def timed(steps: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -1,0 +1,395 @@
+"""Data sets of tokens: documents as sequences of equal length, with labels."""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+import time
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from paceline.corpus.packing import Packing
+from paceline.corpus.rows import Damaged
+from paceline.corpus.shards import Corpus, Where
+from paceline.corpus.tokenizer import Tokenizer
+from paceline.corpus.tokens import (
+    COLUMN,
+    DESCRIPTION,
+    LENGTHS,
+    TokensAbout,
+    is_folder_of_tokens,
+    read_about,
+    text_of,
+    tokenize,
+)
+from paceline.errors import DataError, StorageError
+from paceline.files import made_cache_folder
+from paceline.job.samples import DataSets
+from paceline.job.zoo.arrays import IGNORED, hide, sample_keys
+from paceline.job.zoo.records import ShardedSamples, Spans, host_files, opened, sharded_sets
+from paceline.storage.url import is_url
+from paceline.units import large
+
+if TYPE_CHECKING:
+    from paceline.job.data import Tokens
+
+_DESCRIPTION_BYTES = 1 << 30  # largest tokens.json
+_LINE_EVERY_S = 10.0  # between lines of progress
+
+
+def build_tokens(spec: Tokens, seed: int) -> DataSets:
+    """Open text or folders of tokens; nothing is read but their indexes and one document.
+
+    Raises:
+        DataError: the files or the tokenizer cannot be used, or the tokenizer has no token that the objective needs.
+    """
+    tokenizer = None if spec.tokenizer is None else Tokenizer.load(spec.tokenizer)
+    spec = convert_text(spec, tokenizer)
+    if not _is_tokens(spec):
+        assert tokenizer is not None
+        form = SequenceForm(spec, tokenizer, seed)
+        return sharded_sets(spec, lambda corpus, spans: TextSamples(corpus, spans, spec, form, tokenizer))
+    folders = Folders(spec, tokenizer)
+    form = SequenceForm(spec, folders.first, seed)
+    arrow = spec.model_copy(update={"format": "arrow"})
+    return sharded_sets(arrow, lambda corpus, spans: TokenSamples(corpus, spans, spec, form, folders, tokenizer))
+
+
+def convert_text(spec: Tokens, tokenizer: Tokenizer | None = None) -> Tokens:
+    """Convert text to tokens, into the cache, if `pack` needs that.
+
+    Returns a spec that names the result.
+
+    Raises:
+        DataError: the spec has no tokenizer, or names both text and folders of tokens; see also `tokenize`.
+    """
+    if _is_tokens(spec):
+        return spec
+    if spec.tokenizer is None:
+        raise DataError(
+            "data.no_tokenizer",
+            "{path} is text, which needs a tokenizer. Set data.tokenizer to a tokenizer.json or a Hugging Face folder, "
+            "or read the text as bytes with kind: text.",
+            path=", ".join(map(str, spec.path)),
+        )
+    if not spec.pack:
+        return spec
+    tokenizer = tokenizer or Tokenizer.load(spec.tokenizer)
+    convert = partial(_converted, spec, tokenizer)
+    held_out = None if spec.held_out_path is None else (convert(spec.held_out_path),)
+    test = str(convert((spec.test,))) if isinstance(spec.test, str) else spec.test
+    return spec.model_copy(update={"path": (convert(spec.path),), "held_out_path": held_out, "test": test})
+
+
+def _converted(spec: Tokens, tokenizer: Tokenizer, paths: Sequence[Path | str]) -> Path:
+    key = "\n".join([*map(str, paths), str(spec.format), spec.column, tokenizer.sha256])
+    folder = made_cache_folder("tokens") / hashlib.sha256(key.encode()).hexdigest()[:20]
+    corpus = opened(spec, paths)
+    printed_at = time.monotonic()
+
+    def progress(rows: int, tokens: int) -> None:
+        nonlocal printed_at
+        if time.monotonic() - printed_at >= _LINE_EVERY_S:
+            printed_at = time.monotonic()
+            text = f"converting text to tokens: {rows:,} of {len(corpus):,} rows, {large(tokens)} tokens"
+            print(text, file=sys.stderr, flush=True)
+
+    tokenize(corpus, spec.column, tokenizer, folder, progress=progress, wait=True)
+    return folder
+
+
+def _is_tokens(spec: Tokens) -> bool:
+    """Return True if a spec names folders of tokens instead of text."""
+    places = [*spec.path, *(spec.held_out_path or ()), *([spec.test] if isinstance(spec.test, str) else ())]
+    found = {str(place): _is_folder(str(place)) for place in places} if spec.format in (None, "arrow") else {}
+    if len(set(found.values())) == 2:
+        raise DataError(
+            "data.text_and_tokens",
+            "{tokens} is a folder of tokens, but {text} is text. Convert all text with `paceline data tokenize`.",
+            tokens=next(place for place, is_tokens in found.items() if is_tokens),
+            text=next(place for place, is_tokens in found.items() if not is_tokens),
+        )
+    return any(found.values())
+
+
+def _is_folder(place: str) -> bool:
+    if not is_url(place):
+        return is_folder_of_tokens(Path(place))
+    from paceline.storage.store import Store
+
+    return "*" not in place and Store(place).about(DESCRIPTION) is not None
+
+
+class Ids(Protocol):
+    """What sequences need to know of a tokenizer, or of a folder of tokens."""
+
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def end_token_id(self) -> int: ...
+    @property
+    def pad_token_id(self) -> int: ...
+    @property
+    def mask_token_id(self) -> int | None: ...
+
+
+class Folders:
+    """The folders of tokens that a spec names: descriptions and lengths of documents.
+
+    Attributes:
+        first: description of one of the folders.
+    """
+
+    def __init__(self, spec: Tokens, tokenizer: Tokenizer | None) -> None:
+        self._cache, self._tokenizer = host_files(spec), tokenizer
+        self._known: dict[str, tuple[TokensAbout, dict[str, NDArray[np.uint32]]]] = {}
+        self.first = self._of(str(spec.path[0]))[0]
+
+    def lengths(self, corpus: Corpus) -> list[NDArray[np.uint32]]:
+        """Return the number of tokens of each document, one array per file of the corpus."""
+        found = []
+        for shard in corpus.shards:
+            folder, _, name = shard.name.rpartition("/")
+            lengths = self._of(folder)[1]
+            if len(lengths.get(name, ())) != shard.rows:
+                raise DataError(
+                    "data.not_of_folder",
+                    "{shard} is not the file that {folder}/tokens.json describes. Run `paceline data tokenize` again, "
+                    "or copy the whole folder again.",
+                    shard=shard.name,
+                    folder=folder,
+                )
+            found.append(lengths[name])
+        return found
+
+    def _of(self, folder: str) -> tuple[TokensAbout, dict[str, NDArray[np.uint32]]]:
+        if folder not in self._known:
+            about, lengths = self._read(folder)
+            if self._tokenizer is not None:
+                about.must_be_of(self._tokenizer, folder)
+            elif self._known and about.tokenizer_sha256 != self.first.tokenizer_sha256:
+                raise DataError(
+                    "data.folders_differ",
+                    "{folder} was made with the tokenizer {tokenizer}, but other folders of this data with {other}. "
+                    "Convert all text with one tokenizer.",
+                    folder=folder,
+                    tokenizer=about.tokenizer,
+                    other=self.first.tokenizer,
+                )
+            bounds = np.cumsum([0, *(part.documents for part in about.parts)])
+            named = {
+                part.name: lengths[first:end]
+                for part, first, end in zip(about.parts, bounds[:-1], bounds[1:], strict=True)
+            }
+            self._known[folder] = about, named
+        return self._known[folder]
+
+    def _read(self, folder: str) -> tuple[TokensAbout, NDArray[np.uint32]]:
+        load = partial(np.load, mmap_mode="r", allow_pickle=False)
+        if not is_url(folder):
+            return read_about(Path(folder)), load(Path(folder, LENGTHS))
+        from paceline.storage.store import Store
+
+        store = Store(folder)
+        content = store.read(DESCRIPTION, _DESCRIPTION_BYTES)
+        if content is None:
+            raise StorageError(
+                "storage.object_absent", "{url}: no such object", url=f"{folder}/{DESCRIPTION}", absent=True
+            )
+        about = TokensAbout.from_json(content, f"{folder}/{DESCRIPTION}")
+        key = f"lengths of tokens\n{folder}\n{hashlib.sha256(content).hexdigest()}"
+        return about, self._cache.opened(key, lambda file: _fetch(store, file), load)
+
+
+def _fetch(store: Any, file: Path) -> None:
+    store.fetch(LENGTHS, file)
+
+
+class Excerpt(NamedTuple):
+    """Tokens of a document that a sample holds.
+
+    Attributes:
+        tokens: the tokens, and the token after them if the document has one.
+        length: number of tokens without that next token.
+    """
+
+    tokens: NDArray[np.int32]
+    length: int
+
+
+class SequenceForm:
+    """Conversion of excerpts of documents to a sample of `context` positions.
+
+    A causal sample is `(input, target)`, in which the target is the next token. A packed one is a dict of `input_ids`,
+    `position_ids` and `labels`. The last token of a document has no next token, so its label is -100, like those of
+    padding. A masked sample is a dict; without packing, `attention_mask` excludes the padding.
+    """
+
+    def __init__(self, spec: Tokens, ids: Ids, seed: int) -> None:
+        self.context, self.packed, self.causal = spec.context, spec.pack, spec.objective == "causal"
+        self.seed, self.epoch = seed, 0
+        self.vocab_size, self.pad, self.end, self._mask = (
+            ids.vocab_size,
+            ids.pad_token_id,
+            ids.end_token_id,
+            ids.mask_token_id,
+        )
+        if not self.causal and self._mask is None:
+            raise DataError(
+                "data.no_mask_token",
+                'objective: masked needs a mask token, but the tokenizer has none. Add the key "mask_token" to its '
+                "tokenizer_config.json, with a token of the vocabulary.",
+            )
+        self._positions = np.arange(spec.context)
+
+    def sample(self, excerpts: Sequence[Excerpt], index: int, counts: dict[str, int]) -> Any:
+        """Return a sample, and add its numbers of tokens to `counts`."""
+        context = self.context
+        ids, labels = np.full(context, self.pad, np.int64), np.full(context, IGNORED, np.int64)
+        positions = np.empty(context, np.int64)
+        at = 0
+        for tokens, length in excerpts:
+            ids[at : at + length] = tokens[:length]
+            labels[at : at + len(tokens) - 1] = tokens[1:]
+            positions[at : at + length] = self._positions[:length]
+            at += length
+        positions[at:] = self._positions[: context - at]
+        if not self.causal:
+            assert self._mask is not None
+            may_hide = (self._positions < at) & (ids != self.end)
+            keys = sample_keys(self.seed, self.epoch, [index])
+            hidden = hide(ids[None], keys, mask=self._mask, vocab=self.vocab_size, may_hide=may_hide[None])
+            ids, labels = hidden[0][0], hidden[1][0]
+        for name, number in (
+            ("tokens", int((labels != IGNORED).sum())),
+            ("padding", context - at),
+            ("positions", context),
+        ):
+            counts[name] = counts.get(name, 0) + number
+        columns = {"input_ids": torch.from_numpy(ids), "labels": torch.from_numpy(labels)}
+        if self.packed:
+            return {**columns, "position_ids": torch.from_numpy(positions)}
+        if self.causal:
+            return columns["input_ids"], columns["labels"]
+        return {**columns, "attention_mask": torch.from_numpy((self._positions < at).astype(np.int64))}
+
+
+class _Sequences(ShardedSamples):
+    """Samples that `SequenceForm` makes.
+
+    Attributes:
+        packed: whether a sample may hold several documents.
+    """
+
+    labels = None
+
+    def __init__(self, corpus: Corpus, spans: Spans, spec: Tokens, form: SequenceForm) -> None:
+        super().__init__(corpus, spans, spec)
+        self.form, self.packed = form, form.packed
+
+    def set_epoch(self, epoch: int) -> None:
+        """Set the epoch, which determines the tokens that are hidden."""
+        self.form.epoch = epoch
+
+
+class TextSamples(_Sequences):
+    """Documents of text, converted to tokens when they are read.
+
+    Attributes:
+        tokenizer: the tokenizer that the spec names.
+    """
+
+    def __init__(self, corpus: Corpus, spans: Spans, spec: Tokens, form: SequenceForm, tokenizer: Tokenizer) -> None:
+        super().__init__(corpus, spans, spec, form)
+        self.tokenizer, self._column = tokenizer, spec.column
+
+    def read(self, index: int, shard: int) -> Any:
+        """Read a document as a sample; count the tokens that are cut off."""
+        row = int(self._firsts[shard] + index - self.starts[shard])
+        tokens = self.tokenizer.encode(text_of(self.corpus.row(row), self._column, Where(self.corpus, row)))
+        most = self.form.context + self.form.causal
+        if len(tokens) > most:
+            self.counts["cut"] = self.counts.get("cut", 0) + len(tokens) - most
+        excerpt = Excerpt(tokens[: self.form.context + 1], min(len(tokens), self.form.context))
+        return self.form.sample([excerpt], index, self.counts)
+
+    @property
+    def digest(self) -> list[int]:
+        """Numbers that change with the files or with the tokenizer."""
+        return [*super().digest, int(self.tokenizer.sha256[:12], 16)]
+
+
+class TokenSamples(_Sequences):
+    """Documents of folders of tokens, in pieces that are packed or one by one.
+
+    Attributes:
+        tokenizer: the tokenizer, to show samples as text; None if the spec does not name it.
+    """
+
+    def __init__(
+        self,
+        corpus: Corpus,
+        spans: Spans,
+        spec: Tokens,
+        form: SequenceForm,
+        folders: Folders,
+        tokenizer: Tokenizer | None,
+    ) -> None:
+        super().__init__(corpus, spans, spec, form)
+        self.tokenizer = tokenizer
+        # first document of each shard, in the numbering of the packing
+        self._documents = self.starts
+        self._packing = _packing(corpus, spans, spec, folders)
+        self.starts = self._packing.groups
+
+    def read(self, index: int, shard: int) -> Any:
+        """Read a sequence of one or several documents."""
+        excerpts = []
+        first_row = int(self._firsts[shard] - self._documents[shard])
+        for document, first, length in self._packing.pieces(index):
+            row = first_row + document
+            tokens = self.corpus.row(row)[COLUMN][first : first + length + 1]
+            self._check(tokens, length, row)
+            excerpts.append(Excerpt(tokens, length))
+        return self.form.sample(excerpts, index, self.counts)
+
+    def _check(self, tokens: NDArray[np.int32], length: int, row: int) -> None:
+        if len(tokens) < length:
+            where = Where(self.corpus, row)
+            raise Damaged(str(where), None, "the document has fewer tokens than lengths.npy states")
+        # negative numbers are large ones without a sign
+        largest = int(tokens.view(np.uint32).max())
+        if largest >= self.form.vocab_size:
+            raise DataError(
+                "data.token_beyond_vocabulary",
+                "{where}: the document has the token {token}, but the vocabulary has only the ids 0 to {last}. Run "
+                "`paceline data tokenize` again.",
+                where=Where(self.corpus, row),
+                token=int(tokens[tokens.view(np.uint32).argmax()]),
+                last=self.form.vocab_size - 1,
+            )
+
+
+def _packing(corpus: Corpus, spans: Spans, spec: Tokens, folders: Folders) -> Packing:
+    """Return the packing of a set, which the processes of this host share."""
+    lengths = [
+        of_shard[first:][:number]
+        for of_shard, first, number in zip(
+            folders.lengths(corpus), (spans.firsts - corpus.starts[:-1]).tolist(), spans.counts.tolist(), strict=True
+        )
+    ]
+    if not sum(map(len, lengths)):
+        return Packing.of([], spec.context, join=spec.pack)
+    rows = hashlib.sha256(spans.firsts.tobytes() + spans.counts.tobytes()).hexdigest()
+    key = f"packing\n{corpus.digest}\n{rows}\n{spec.context} {spec.pack}"
+
+    def make(file: Path) -> None:
+        Packing.of(lengths, spec.context, join=spec.pack).save(file)
+
+    return host_files(spec).opened(key, make, Packing.load)
