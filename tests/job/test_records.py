@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import io
 import json
 from pathlib import Path
@@ -13,8 +14,10 @@ import torch
 from PIL import Image
 from torch.utils.data import default_collate
 
+from paceline.data.loader import Loader
 from paceline.errors import DataError, JobError
 from paceline.job.job import Job
+from paceline.job.partition import Partition, PartitionSpec
 from paceline.job.samples import DataSets
 from refusals import raises
 
@@ -138,3 +141,18 @@ def test_a_mixture_needs_its_names(tmp_path: Path) -> None:
             built(kind="mixture", sources={"a": source}, **keys)
     with raises(JobError, "data.weights_zero"):
         built(kind="mixture", sources={"a": source}, weights={"a": 0})
+
+
+def test_a_cache_that_is_too_small_for_an_epoch_loses_no_sample(tmp_path: Path) -> None:
+    for shard in range(12):
+        rows = "".join(json.dumps({"x": [shard * 50.0 + row], "y": shard * 50 + row}) + "\n" for row in range(50))
+        (tmp_path / f"{shard}.jsonl.gz").write_bytes(gzip.compress(rows.encode()))
+    keys: dict[str, Any] = {"inputs": "x", "target": "y", "shuffle_window": 20, "cache_gb": 4e-6}
+    train: Any = built(path=str(tmp_path / "*.gz"), **keys).train
+    partition = Partition(PartitionSpec(), samples=600, global_batch=8, seed=0, replica=0, replicas=1, shards=train)
+    loader = Loader(train, partition)
+    try:
+        for _ in range(2):
+            assert sorted(int(y) for _, labels in loader for y in labels) == list(range(600))
+    finally:
+        loader.close()

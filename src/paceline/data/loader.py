@@ -527,7 +527,15 @@ class Loader:
     def _fetch_ahead(self, epoch: int, step: int) -> None:
         """Fetch the shards that this replica reads next, in the background."""
         if self._fetches is not None and isinstance(self.partition, Partition):
-            self._fetches.want(self.partition.shards_from(epoch, step))
+            dataset: Any = in_users_data(self.dataset, [])[0]
+            wanted: list[int] = []
+            held = 0
+            for shard in self.partition.shards_from(epoch, step):
+                held += dataset.bytes_of(shard)
+                if wanted and held > dataset.ahead_bytes:
+                    break
+                wanted.append(shard)
+            self._fetches.want(wanted)
 
     def _read(self, batches: Any) -> Any:
         if not self.num_workers:

@@ -68,6 +68,7 @@ class MixedSamples(Dataset[Any]):
         self._offsets = [0, *accumulate(self.sizes)]
         self._first_shards = [0, *accumulate(len(source.starts) - 1 for source in self.sources)]
         self.window = max(source.window for source in self.sources)
+        self.ahead_bytes = min(source.ahead_bytes for source in self.sources)
         self.counts: dict[str, int] = {}
 
     def __len__(self) -> int:
@@ -126,8 +127,18 @@ class MixedSamples(Dataset[Any]):
 
         The shards of a source are numbered after the shards of the sources before it.
         """
+        source, own = self._of_source(shard)
+        source.fetch(own)
+
+    def bytes_of(self, shard: int) -> int:
+        """Return the size of a shard before it is decompressed."""
+        source, own = self._of_source(shard)
+        size: int = source.bytes_of(own)
+        return size
+
+    def _of_source(self, shard: int) -> tuple[Any, int]:
         nth = int(np.searchsorted(self._first_shards, shard, side="right")) - 1
-        self.sources[nth].fetch(shard - self._first_shards[nth])
+        return self.sources[nth], shard - self._first_shards[nth]
 
     @property
     def packed(self) -> bool:

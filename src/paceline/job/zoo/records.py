@@ -27,6 +27,8 @@ from paceline.units import count
 if TYPE_CHECKING:
     from paceline.job.data import FileSpec, Records
 
+# a rank fetches ahead at most this fraction of the cache, so that ranks do not delete each other's copies
+_AHEAD_SHARE = 8
 _MOST_DAMAGED = 100  # damaged samples in a row after which a data set counts as unreadable
 
 
@@ -119,12 +121,14 @@ class ShardedSamples(Dataset[Any]):
     Subclasses define `sample` or `read`, and may define `batch`.
 
     Attributes:
+        ahead_bytes: size of the shards that a rank fetches ahead.
         counts: numbers of the last batch for the record: with `on_bad_shard: skip`, `replaced` is the number of damaged
             samples that other samples replaced.
     """
 
     def __init__(self, corpus: Corpus, spans: Spans, spec: FileSpec) -> None:
         self.corpus, self.window, self._skips = corpus, spec.shuffle_window, spec.on_bad_shard == "skip"
+        self.ahead_bytes = int(spec.cache_gb * 2**30) // _AHEAD_SHARE
         self._firsts = spans.firsts
         # first sample of each shard, and the number of samples
         self.starts: Ints = np.concatenate(([0], np.cumsum(spans.counts))).astype(np.int64)
@@ -166,6 +170,10 @@ class ShardedSamples(Dataset[Any]):
     def fetch(self, shard: int) -> None:
         """Make a shard local before it is read."""
         self.corpus.fetch(shard)
+
+    def bytes_of(self, shard: int) -> int:
+        """Return the size of a shard before it is decompressed."""
+        return self.corpus.shards[shard].size
 
     @property
     def reads_in_place(self) -> bool:
