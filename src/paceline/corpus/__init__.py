@@ -1,4 +1,4 @@
-"""Files of a data set: which files hold rows, and how a row is read.
+"""Files of a data set: listing, local copies, row access, sample order and tokens.
 
 Read `rows.py` first, then `shards.py`. Modules here import neither torch nor the rest of the core above `storage/`.
 """

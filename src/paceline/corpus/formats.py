@@ -1,4 +1,4 @@
-"""All file formats, the format of a name, and decompression."""
+"""All file formats, their selection by name or suffix, and decompression."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ FORMATS: dict[str, Format] = {each.name: each for each in (JSONL, TEXT, LINES, C
 
 
 def format_named(name: str) -> Format:
-    """Return the format of a name.
+    """Return the format with a given name.
 
     Raises:
-        DataError: there is no such format.
+        DataError: no format has this name.
     """
     if name not in FORMATS:
         raise DataError(
@@ -79,7 +79,7 @@ def format_of(names: Iterable[str], source: str) -> Format:
 
 
 def suffix_of(name: str) -> str:
-    """Return a file name's suffix, without that of compression: `.jsonl` for `a.JSONL.gz`."""
+    """Return a file name's suffix, ignoring a compression suffix: `.jsonl` for `a.JSONL.gz`."""
     lower = name.lower().rpartition("/")[2]
     return f".{plain_name(lower).rpartition('.')[2]}" if "." in lower else ""
 
@@ -91,7 +91,7 @@ def plain_name(name: str) -> str:
 
 
 def is_compressed(name: str) -> bool:
-    """Return True if a file name's suffix is one of compression."""
+    """Return True if a file name ends with a compression suffix."""
     return _compression(name) is not None
 
 
@@ -99,10 +99,10 @@ def decompress(path: Path, name: str, into: Path) -> None:
     """Decompress a file into a new file.
 
     Args:
-        name: name of the file, whose suffix selects the method.
+        name: name of the file; its suffix selects the compression method.
 
     Raises:
-        Damaged: the file is cut off, or was not compressed in this way.
+        Damaged: the file is truncated, or was compressed with another method.
     """
     opened = _COMPRESSIONS[_compression(name) or ""]
     try:
@@ -111,7 +111,7 @@ def decompress(path: Path, name: str, into: Path) -> None:
     except (EOFError, zlib.error, lzma.LZMAError, ValueError) as error:
         raise Damaged(str(path), None, f"decompression fails: {error}") from error
     except OSError as error:
-        # An invalid file is an OSError without a number, both in Python and in pyarrow.
+        # For invalid content, Python and pyarrow raise OSError without an errno.
         if error.errno is not None:
             raise
         raise Damaged(str(path), None, f"decompression fails: {error}") from error

@@ -1,7 +1,8 @@
 """A folder of files that a host's processes share, and threads that fetch ahead.
 
-All coordination is by flock, which the kernel releases when a process dies. `files/` holds what may be deleted, `kept/`
-what may not, `making/` the unfinished files with their locks, and `room` the bytes of `files/`.
+Processes coordinate with flock only, because the kernel releases these locks when a process dies. `files/` holds
+deletable files, `kept/` holds permanent files, and `making/` holds unfinished files and their locks. The file `room`
+stores the number of bytes in `files/`.
 """
 
 from __future__ import annotations
@@ -26,18 +27,18 @@ _Opened = TypeVar("_Opened")
 _OPEN_TRIES = 100  # attempts to open a file that other processes delete in between
 _POLL_S = (0.01, 0.2)  # first and longest pause between two attempts to take a lock
 _LOCKED_S = 3600.0  # seconds without a change of an unfinished file after which its maker counts as hung
-_DELETED_SHARE = 20  # a scan of the folder deletes at least one of this number of files, so that scans stay rare
+_DELETED_SHARE = 20  # if a scan deletes files, it deletes at least 1/20 of them, so that scans stay rare
 _CLOSE_S = 5.0  # seconds that `FetchAhead.close` waits for transfers
 
 
 class HostFiles:
     """A folder of files that all processes of a host share, each made once.
 
-    If the files exceed the limit, the least recently used ones are deleted. A reader that has such a file open, or
-    mapped, is not disturbed: Linux keeps the content until the last reader closes it. Therefore readers hold no locks;
-    only a file that was deleted before it was opened has to be made again, see `opened`.
+    If the files exceed the limit, the least recently used files are deleted. This does not disturb readers that have
+    such a file open or mapped, because Linux keeps the content until the last reader closes it. Readers therefore hold
+    no locks. A file that was deleted before a reader opened it is made again; see `opened`.
 
-    The access time of a file is the time of its last use; its modification time stays.
+    The access time of a file records its last use. Its modification time does not change.
 
     Args:
         folder: private folder, created if missing.
@@ -108,7 +109,7 @@ class HostFiles:
         try:
             made = scratch / "file"
             make(made)
-            _sync(made)  # a renamed file without content would outlive a power failure
+            _sync(made)  # otherwise a power failure after the rename could leave an empty file
             if file.parent == self._kept:
                 made.rename(file)
             else:
@@ -124,14 +125,14 @@ class HostFiles:
             held = int(written) if written.isdigit() else None
             if held is None or held + size > self.limit_bytes:
                 held = self._delete_oldest(self.limit_bytes - size)
-            # Written before the rename: after a crash, the number is too large, which the next scan corrects.
+            # Written before the rename: after a crash the number can only be too large, and the next scan corrects it.
             os.ftruncate(fd, 0)
             os.write(fd, b"%d" % (held + size))
             os.utime(made)
             made.rename(file)
 
     def _delete_oldest(self, most: int) -> int:
-        """Delete the least recently used files until at most `most` bytes remain; return these bytes."""
+        """Delete the least recently used files. Return the bytes that remain, at most `most`."""
         with os.scandir(self._files) as entries:
             about = [(entry.stat(follow_symlinks=False), Path(entry.path)) for entry in entries]
         about.sort(key=lambda one: one[0].st_atime_ns)
@@ -176,11 +177,11 @@ class HostFiles:
 class FetchAhead:
     """Threads that make shards local before they are read.
 
-    An error of `fetch` is kept in `errors` and not raised: the reader that needs the shard meets the error itself.
-    After a fork, the child has no threads until it calls `want`.
+    An error of `fetch` is stored in `errors` and not raised; a reader that needs the shard gets the error from its own
+    attempt. After a fork, the child has no threads until it calls `want`.
 
     Args:
-        fetch: thread-safe function that makes a shard local, and returns at once if the shard is local.
+        fetch: thread-safe function that makes a shard local; it returns at once if the shard already is.
         threads: largest number of concurrent calls.
 
     Attributes:
@@ -192,7 +193,7 @@ class FetchAhead:
         self._begin()
 
     def want(self, shards: Sequence[int]) -> None:
-        """Fetch shards in this order; forget earlier ones that have not begun."""
+        """Fetch shards in this order, and drop earlier requests that have not started."""
         if self._pid != os.getpid():
             self._begin()
         with self._changed:
@@ -221,7 +222,7 @@ class FetchAhead:
 
     def _begin(self) -> None:
         self._pid = os.getpid()
-        # each start has its own condition, by which the threads of an earlier start know that they are not wanted
+        # Each start has its own condition. A thread ends when its condition is no longer the current one.
         self._changed: threading.Condition = threading.Condition()
         self._threads: list[threading.Thread] = []
         self._wanted: deque[int] = deque()
@@ -261,7 +262,7 @@ def _locked(file: Path, *, remove: bool = False, wait: bool = True) -> Iterator[
         wait: False to raise BlockingIOError if another process or thread holds the lock.
 
     Raises:
-        StorageError: the lock is held, but nothing beside the file has changed for an hour.
+        StorageError: another process has held the lock for an hour without writing anything.
     """
     fd = _taken(file, wait)
     try:
@@ -306,7 +307,7 @@ def _taken(file: Path, wait: bool) -> int:
 
 
 def _close_in_child() -> None:
-    """Close the locks of the parent, which would outlive the parent otherwise."""
+    """Close the parent's lock descriptors, which would keep its locks held after the parent ends."""
     for fd in _held:
         with suppress(OSError):
             os.close(fd)

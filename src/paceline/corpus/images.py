@@ -9,9 +9,9 @@ from paceline.corpus.rows import Format, Offsets
 
 
 class ImageRow:
-    """The row `{"image": bytes, "label": number of the class}` of an image file.
+    """The single row `{"image": bytes, "label": class number}` of an image file.
 
-    Images are not decoded, and the file is open only while it is read. The only offset is the label.
+    The image is not decoded. The file is open only during a read. `offsets` holds one number, the label.
     """
 
     def __init__(self, path: Path, offsets: Offsets | None) -> None:
@@ -25,7 +25,7 @@ class ImageRow:
         return {"image": self._path.read_bytes(), "label": self._label}
 
     def close(self) -> None:
-        """Do nothing."""
+        """Do nothing, because no file stays open."""
 
 
 def _one_row(path: Path) -> int:

@@ -37,8 +37,8 @@ class JsonLines:
         except UnicodeDecodeError as error:
             raise Damaged(self._file.path, row, _not_utf8(error)) from error
         except msgspec.ValidationError as error:
-            whole = " The file is one JSON array; write one object per line" if line.lstrip()[:1] == b"[" else ""
-            raise Damaged(self._file.path, row, f"the line is no JSON object ({error}).{whole}") from error
+            whole = ". The file is one JSON array; write one object per line" if line.lstrip()[:1] == b"[" else ""
+            raise Damaged(self._file.path, row, f"the line is not a JSON object ({error}){whole}") from error
         except msgspec.DecodeError as error:
             whole = ". Write one object per line" if line.strip() in (b"{", b"[") else ""
             raise Damaged(self._file.path, row, f"the line is not valid JSON: {error}{whole}") from error
@@ -49,7 +49,7 @@ class JsonLines:
 
 
 class TextLines:
-    """Rows `{"text": line}` of a text file. Empty lines are rows; the end of a line is removed."""
+    """Rows `{"text": line}` of a text file. Empty lines are rows; line endings are removed."""
 
     def __init__(self, path: Path, offsets: Offsets | None) -> None:
         assert offsets is not None
@@ -103,14 +103,14 @@ def line_offsets(path: Path) -> Offsets:
             ends.append(np.flatnonzero(chunk[:read] == _NEWLINE) + (position + 1))
             position += read
     offsets = np.concatenate([[first], *ends])
-    # The last line may lack its end of line.
+    # The last line may have no newline.
     return np.append(offsets, position if position > offsets[-1] else []).astype(np.uint64)
 
 
 def object_offsets(path: Path) -> Offsets:
     """Return the start of each non-empty line, and the end of the file.
 
-    Empty lines belong to the row before them, because JSON allows white space after a value.
+    Empty lines become part of the row before them, because JSON allows white space after a value.
     """
     offsets = line_offsets(path)
     lengths = np.diff(offsets)
@@ -121,7 +121,7 @@ def object_offsets(path: Path) -> Offsets:
         starts = offsets[short]
         empty[short] = (content[starts] == _RETURN) & (content[starts + np.uint64(1)] == _NEWLINE)
     if len(lengths) and lengths[-1] == 1:
-        # The last line may be one character without an end of line.
+        # A last line of length 1 may be a character without a newline.
         with open(path, "rb") as file:
             file.seek(-1, os.SEEK_END)
             empty[-1] = file.read() == b"\n"

@@ -1,8 +1,8 @@
 """Shards of MosaicML Streaming (`.mds`).
 
-A shard has its number of rows, their positions and its columns in its own header, so `index.json` is only needed to
-know which shards there are. mosaicml-streaming's own reader was compared: it opens the file for each row, imports torch
-and torchvision, and installs the clients of six clouds.
+The header of a shard holds the number of rows, their positions and the columns, so `index.json` is only needed to list
+the shards. The reader of mosaicml-streaming is not used, because it opens the file for each row, imports torch and
+torchvision, and installs the clients of six clouds.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _Decode = Callable[[bytes], Any]
 
 
 class MdsRows:
-    """Rows of an MDS shard. Compressed images (jpeg, png) stay bytes; raw images (pil) are uint8 arrays."""
+    """Rows of an MDS shard. Compressed images (jpeg, png) stay bytes; raw images (pil) become uint8 arrays."""
 
     def __init__(self, path: Path, offsets: Offsets | None) -> None:
         self._file = OpenFile(path)
@@ -104,7 +104,7 @@ def _decoder(encoding: str) -> _Decode:
         dtype = np.dtype(name).newbyteorder("<")
         return lambda content: np.frombuffer(content, dtype, 1)[0].item()
     if name not in _DECODERS:
-        advice = "Unpickling runs code. " if name == "pkl" else ""
+        advice = "Unpickling would run code from the file. " if name == "pkl" else ""
         raise ValueError(
             f"a column has the encoding {encoding!r}, which is not supported. {advice}Supported are "
             f"{', '.join([*_DECODERS, *_NUMBERS, 'ndarray'])}"
@@ -115,7 +115,7 @@ def _decoder(encoding: str) -> _Decode:
 def _array_decoder(arguments: str) -> _Decode:
     """Return a decoder for `ndarray`, `ndarray:DTYPE` and `ndarray:DTYPE:SIZE,SIZE`.
 
-    If the type or the shape is missing, it stands in front of the values.
+    If the encoding omits the type or the shape, each value starts with them.
     """
     dtype_name, _, shape_text = arguments.partition(":")
     fixed_dtype = np.dtype(dtype_name) if dtype_name else None
@@ -141,7 +141,7 @@ def _raw_image(content: bytes) -> Any:
     return np.array(image.frombytes(content[3 * _WORD : mode_end].decode(), (width, height), content[mode_end:]))
 
 
-# Numbers of types in front of arrays.
+# The byte in front of an array that encodes its type.
 _DTYPES = {
     8: "uint8",
     9: "int8",

@@ -1,7 +1,7 @@
 """Order of the samples of an epoch, shuffled in windows of shards.
 
-A position of the epoch is `step * batch + slot`. A rank owns a range of slots of each batch. The order is
-therefore the same for any number of ranks, and a rank reads few shards.
+A position in the epoch is `step * batch + slot`. A rank owns a range of slots of each batch. The order is
+therefore the same for any number of ranks, and each rank reads few shards.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from numpy.typing import NDArray
 Ints = NDArray[np.int64]
 
 WINDOW = 4096  # samples of a lane that are shuffled together
-_MOST_LANES = 120  # divisible by 2, 3, 4, 5, 6, 8, 10 and 12, so that few ranks share a lane
+_MOST_LANES = 120  # divisible by common numbers of ranks (2, 3, 4, 5, 6, 8, 10, 12), so that few ranks share a lane
 _BLOCK = 1024  # samples of a large shard that stay together until their window is shuffled
 
 
 class Order:
-    """The order of all samples in one epoch, computed where it is needed.
+    """The order of all samples in one epoch, computed on demand.
 
-    The shards are shuffled, and the blocks of large shards within them. This sequence is cut into lanes: contiguous
-    runs of equal length, one for each slot of a batch (or for a few neighbouring slots of a large batch). Within a
-    lane, the samples of a window are shuffled. Slot j of every batch takes the next sample of its lane. A rank
-    therefore reads only the shards of its own lanes, and any position is found without the positions before it. The
-    samples that are left for a smaller last batch come from the end of the sequence.
+    The shards are shuffled, and so are the blocks within each large shard. The resulting sequence is cut into lanes:
+    contiguous runs, one for each slot of a batch (or for a few neighbouring slots of a large batch). Within a lane, the
+    samples of each window are shuffled. Slot j of every batch takes the next sample of its lane. A rank therefore reads
+    only the shards of its own lanes, and any position can be computed without the positions before it. The remaining
+    samples, which form a smaller last batch, come from the end of the sequence.
 
     Args:
         starts: first sample number of each shard, and the number of all samples, shape (shards + 1,).
@@ -45,7 +45,7 @@ class Order:
         self.samples = int(starts[-1])
         self._steps = self.samples // batch  # full batches
         lanes = min(batch, _MOST_LANES)
-        # first slot of each lane; a last lane holds what is left after the full batches
+        # First slot of each lane. An extra last lane holds the samples that remain after the full batches.
         self._slots = np.arange(lanes + 1) * batch // lanes
         self._lanes = np.append(self._slots * self._steps, self.samples)
         counts = np.diff(starts)
@@ -54,7 +54,7 @@ class Order:
         self._windows: OrderedDict[tuple[int, int], Ints] = OrderedDict()
 
     def rows(self, first: int, end: int) -> Ints:
-        """Return the sample numbers at the positions `first` to `end - 1`, all of one batch."""
+        """Return the sample numbers at the positions `first` to `end - 1` of one batch."""
         if not self.shuffle:
             return np.arange(first, end)
         found = np.empty(end - first, np.int64)
@@ -71,8 +71,9 @@ class Order:
         """Return the shards that these slots need next, in the order of need.
 
         Args:
-            first, end: positions of one batch, which is the first that is read.
-            ahead: number of samples of each lane that are looked ahead, beyond the current window.
+            first, end: range of positions in the first batch that is read.
+            ahead: number of samples to look ahead in each lane, beyond the current window. Without shuffling, number
+                of positions after `end`.
         """
         if not self.shuffle:
             return self._shards_between(first, min(end + ahead, self.samples))
@@ -110,7 +111,7 @@ class Order:
             kept = self._sequence(*self._bounds(lane, window))
             self._random(1, lane, window).shuffle(kept)
             self._windows[lane, window] = kept
-            # a batch ends in one window of each lane, or in two
+            # a batch covers one or two windows of each lane
             if len(self._windows) > 2 * len(self._slots):
                 self._windows.popitem(last=False)
         self._windows.move_to_end((lane, window))
@@ -170,15 +171,18 @@ def _random(*key: int) -> np.random.Generator:
 class Mixture:
     """The order of one epoch of several sources with weights.
 
-    The weights may change over steps. Position p belongs to the source whose count of samples increases there. The
-    counts of all positions before p are known without these positions, so a run resumes anywhere. A source
-    that ends begins its next epoch.
+    The weights may change at given steps. The number of samples that each source has contributed before a step is
+    computed directly from the weights, so a run can resume at any step. Within a batch, the sources are interleaved
+    evenly. When a source ends, its next epoch begins.
 
     Args:
-        sources: first sample number of each shard of every source, as in `Order`.
-        offsets: first number of each source's samples in the numbers that `rows` returns.
+        sources: for each source, the `starts` of its shards as in `Order`.
+        offsets: for each source, the number that `rows` adds to its sample numbers.
         schedule: (first step of the run, weight of each source), in the order of steps; the first step is 0.
+        batch: number of samples of a full batch, over all sources.
         samples, steps: number of samples and of steps of an epoch.
+        windows: for each source, the `window` of its `Order`.
+        shuffle: if False, the samples of each source keep their order.
     """
 
     def __init__(
@@ -201,14 +205,14 @@ class Mixture:
         self.samples, self._first = samples, epoch * samples
         begins = [step // steps * samples + step % steps * batch for step, _ in schedule]
         self._schedule = [(first, _fractions(weights)) for first, (_, weights) in zip(begins, schedule, strict=True)]
-        # a source's own batches: what it contributes to a batch at the start
+        # batch size of each source's own order: its share of a batch at the start of the schedule
         self._batches = [max(1, round(batch * w / sum(schedule[0][1]))) for w in schedule[0][1]]
         self._orders: OrderedDict[tuple[int, int], Order] = OrderedDict()
 
     def counts(self, step: int) -> list[int]:
         """Return each source's number of samples before a step of this epoch.
 
-        Earlier epochs count, too.
+        The numbers include earlier epochs.
         """
         until = self._first + min(step * self.batch, self.samples)
         counts = [0] * len(self.sources)
@@ -220,7 +224,7 @@ class Mixture:
         return counts
 
     def rows(self, first: int, end: int) -> Ints:
-        """Return the sample numbers at the positions `first` to `end - 1`, all of one batch."""
+        """Return the sample numbers at the positions `first` to `end - 1` of one batch."""
         step, slot = divmod(first, self.batch)
         before, after = self.counts(step), self.counts(step + 1)
         found: list[Ints] = []
@@ -236,7 +240,7 @@ class Mixture:
     def shards_from(self, first: int, end: int, ahead: int) -> list[int]:
         """Return the shards that these slots need from this batch on; see `Order.shards_from`.
 
-        The shards of a source are numbered after those of the sources before it.
+        Shards are numbered across all sources, in the order of the sources.
         """
         step, slot = divmod(first, self.batch)
         low, high = slot / self.batch, (slot + end - first) / self.batch
@@ -283,7 +287,7 @@ _ONE = 1 << 40
 
 
 def _fractions(weights: Sequence[float]) -> list[int]:
-    """Return each source's share of what the sources before it leave, in units of 2**-40."""
+    """Return each source's share of what earlier sources leave, in units of 2**-40."""
     left = [sum(weights[nth:]) for nth in range(len(weights))]
     return [_ONE if w == rest else round(w / rest * _ONE) if rest else 0 for w, rest in zip(weights, left, strict=True)]
 

@@ -50,8 +50,9 @@ class Packing:
         """Pack documents; each group of documents is packed by itself.
 
         A document longer than the context is cut into pieces of `context` tokens and a remainder. With `join`, the
-        remainders and shorter documents are packed best-fit decreasing, which needs at most 11/9 of the fewest packs
-        (Johnson, 1973). Otherwise, every piece is a pack of its own. The result depends only on the arguments.
+        remainders and shorter documents are packed best-fit decreasing, which needs about 11/9 of the smallest possible
+        number of packs at worst (Johnson, 1973). Otherwise, every piece is its own pack. The result depends only on the
+        arguments.
 
         Args:
             lengths: number of tokens of each document, one array per group, such as a file. Documents are numbered
@@ -81,7 +82,7 @@ class Packing:
 
     @classmethod
     def load(cls, file: Path) -> Self:
-        """Open a file of `save`. Its content is memory-mapped, so the processes of a host share one copy."""
+        """Open a file that `save` wrote. The file is memory-mapped, so the processes of a host share one copy."""
         numbers = np.load(file, mmap_mode="r", allow_pickle=False)
         bounds = np.cumsum([6, *numbers[1:6]]).tolist()
         return cls(int(numbers[0]), *(numbers[first:end] for first, end in pairwise(bounds)))
@@ -147,8 +148,8 @@ def _packs(sizes: Numbers, context: int) -> tuple[Numbers, Numbers]:
 def _best_fit_decreasing(sizes: Numbers, context: int) -> Numbers:
     """Return the pack of each piece.
 
-    Pieces of equal size are placed together: into the packs with the least sufficient space, as many into each pack as
-    fit. The result is the one of placing each piece alone, in time that depends on the number of different sizes.
+    Pieces of equal size are placed together, into the packs with the least sufficient space, as many per pack as fit.
+    The result is the same as placing one piece at a time, but the time depends on the number of distinct sizes.
     """
     pack_of = np.empty(len(sizes), dtype=np.int64)
     if not len(sizes):
@@ -175,19 +176,19 @@ def _best_fit_decreasing(sizes: Numbers, context: int) -> Numbers:
 
 
 class _Space:
-    """Packs by the number of tokens that still fit into them."""
+    """Unfilled packs, grouped by the number of tokens that still fit."""
 
     def __init__(self) -> None:
         self._rooms: list[int] = []
         self._packs: dict[int, list[Numbers]] = {}
 
     def least(self, size: int) -> int | None:
-        """Return the least sufficient space for a piece; None if it fits into no pack."""
+        """Return the smallest free space of at least `size` tokens; None if none exists."""
         at = bisect_left(self._rooms, size)
         return self._rooms[at] if at < len(self._rooms) else None
 
     def take(self, room: int, count: int) -> Numbers:
-        """Take at most `count` of the packs with this space."""
+        """Remove and return at most `count` of the packs with this free space."""
         packs = self._packs[room]
         found = packs.pop()
         if len(found) > count:
@@ -198,7 +199,7 @@ class _Space:
         return found[:count]
 
     def put(self, room: int, packs: Sequence[int] | Numbers) -> None:
-        """Add packs with this space."""
+        """Add packs with this free space; full packs are not stored."""
         if not len(packs) or not room:
             return
         if room not in self._packs:

@@ -63,13 +63,13 @@ class Format:
 
     Attributes:
         suffixes: file name endings that select this format, with the dot.
-        index: function that returns the byte offsets of a file's rows, or the number of rows if the file has an index
-            of its own. Offsets are one more than the rows; the last one is the end of the last row.
+        index: function that returns the byte offsets of a file's rows, or only the number of rows if the file has an
+            index of its own. There is one more offset than rows: the last offset is the end of the last row.
         open: function that opens a file for reading, with the offsets that `index` returned, if any.
         prepare: function that writes a readable copy of a file into a new file, such as an Arrow copy of a CSV file;
             None if files are read in place. `index` and `open` then get the copy.
-        count: function that reads the number of rows from the header or footer of a file before `prepare`; None if a
-            file has no such number.
+        count: function that reads the number of rows from the header or footer of the original file, before `prepare`;
+            None if files of this format do not store the number.
     """
 
     name: str
@@ -81,7 +81,7 @@ class Format:
 
 
 class OpenFile:
-    """A file that is read by position, without a position shared between threads or processes."""
+    """A file that is read with pread, so threads and processes share no position."""
 
     def __init__(self, path: Path) -> None:
         self.path = str(path)

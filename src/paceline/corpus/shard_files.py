@@ -24,7 +24,7 @@ from paceline.storage.url import is_url
 
 _LAYOUT = 1  # changes with the content of cached files
 _EDGE_BYTES = 64 << 10  # bytes at each end of a file that its digest covers
-_HEAD_WORDS = 5  # words of an index in front of the offsets: the number of rows and the digest
+_HEAD_WORDS = 5  # uint64 words in front of the offsets of an index: the number of rows (1) and the digest (4)
 _MAPPED_FROM_BYTES = 1 << 16  # smaller indexes are read, because each mapping keeps a descriptor
 _Opened = TypeVar("_Opened")
 
@@ -35,7 +35,7 @@ class Index:
     Attributes:
         rows: number of rows.
         digest: SHA-256 over the size and the first and last 64 KiB of the file; uint8, shape (32,).
-        offsets: what `Format.index` returned; None if that was a number.
+        offsets: byte offsets that `Format.index` returned; None if it returned a number.
     """
 
     def __init__(self, words: NDArray[np.uint64]) -> None:
@@ -46,11 +46,11 @@ class Index:
 class ShardFiles:
     """The files of a listing, by number. All methods are thread-safe, and may be called in forked processes.
 
-    Files of a local disk are read in place if their format allows that. A cached copy is made of all other files: it is
-    downloaded, decompressed and converted.
+    Files on a local disk are read in place if their format allows it. All other files are read from copies in the
+    cache, which are downloaded, decompressed and converted as needed.
     """
 
-    # Without `__dict__`, because loader processes copy the attributes of data sets.
+    # No `__dict__`, because loader processes copy the attributes of data sets.
     __slots__ = ("_cache", "_stores", "listing")
 
     def __init__(self, listing: Listing, cache: HostFiles) -> None:
@@ -59,7 +59,7 @@ class ShardFiles:
         self._stores: dict[tuple[int, str], Store] = {}
 
     def open(self, shard: int) -> Rows:
-        """Open a file for reading; make its copy first if there is none.
+        """Open a file for reading, after making its copy if one is needed.
 
         Raises:
             Damaged: the file has changed since it was listed, or cannot be read.
@@ -155,7 +155,7 @@ class ShardFiles:
     def _check_unchanged(self, shard: int, path: Path) -> None:
         about = path.stat()
         if (about.st_size, str(about.st_mtime_ns)) != (self.listing.sizes[shard], self.listing.versions[shard]):
-            raise Damaged(str(path), None, "the size or time of modification of the file has changed since the start")
+            raise Damaged(str(path), None, "the size or modification time of the file has changed since the start")
 
     def is_in_place(self, shard: int) -> bool:
         """Return True if a file is read without a copy in the cache."""
@@ -169,7 +169,7 @@ class ShardFiles:
 
     @contextmanager
     def _naming(self, shard: int) -> Iterator[None]:
-        """Name the file in errors, instead of its copy. Errors of the system become Damaged."""
+        """Name the original file in errors, and convert OSError as `unreadable` does."""
         try:
             yield
         except Damaged as error:
@@ -186,15 +186,15 @@ class ShardFiles:
         return io.BufferedReader(parts, _EDGE_BYTES)
 
     def _store_and_key(self, shard: int) -> tuple[Store, str]:
-        """Return this process's store for a remote file, and the file's name there."""
+        """Return this process's store for a remote file, and the file's key there."""
         bucket, key = bucket_and_key(self.listing.names[shard])
         of_process = os.getpid(), bucket
-        # Without a lock, which a thread could hold while the process forks. A second store does no harm.
+        # No lock, because a thread could hold it while the process forks. Opening a second store is harmless.
         return self._stores.get(of_process) or self._stores.setdefault(of_process, Store(bucket)), key
 
 
 class _Parts(io.RawIOBase):
-    """A remote file whose parts are read when they are needed."""
+    """A seekable remote file that reads byte ranges on demand."""
 
     def __init__(self, read: Callable[[int, int], bytes], size: int, name: str) -> None:
         super().__init__()
@@ -236,5 +236,5 @@ def _digest(file: IO[bytes], size: int) -> bytes:
 def _words(path: Path) -> NDArray[np.uint64]:
     if path.stat().st_size <= _MAPPED_FROM_BYTES:
         return np.fromfile(path, np.uint64)
-    # A view without the class `memmap`, whose elements are slow to read.
+    # Converted to a plain array, because reading elements of the class `memmap` is slow.
     return cast("NDArray[np.uint64]", np.asarray(np.memmap(path, np.uint64, mode="r")))

@@ -49,28 +49,29 @@ class Shard(NamedTuple):
 class Corpus:
     """The rows of a data set's files, numbered over all files.
 
-    Files are in the order of their names.
+    Files are sorted by name.
 
-    Each version of a file is indexed once per host. An index has the position of each row, or only the number of rows
-    if the format has positions of its own. Remote files are downloaded when a row of them is read. The index of remote
+    Each version of a file is indexed once per host. An index holds the position of each row, or only the number of rows
+    if the format stores the positions itself. A remote file is downloaded when one of its rows is read. Indexing remote
     JSON Lines, text, CSV, Arrow and tar files needs their content, so the first start downloads each of these files
-    once. Of remote Parquet and MDS files, the first start reads only the footer or header. Compressed, CSV and Parquet
-    files are read from decompressed or converted copies in the cache.
+    once. For remote Parquet and MDS files that are not compressed as a whole, the first start reads only the footer or
+    header. Compressed, CSV and Parquet files are read from decompressed or converted copies in the cache.
 
-    One thread may read rows; `fetch` and `is_local` may be called from any thread. Forked processes may use a corpus
-    that their parent opened.
+    Only one thread may read rows; `fetch` and `is_local` may be called from any thread. Forked processes may use a
+    corpus that their parent opened.
 
     Attributes:
         format: format of all files.
-        shards: description of each file, made on access.
-        left_out: names of files that could not be indexed, and the reasons. Such a file is left out until its size or
-            time of modification changes.
+        shards: description of each file, created on access.
+        left_out: name of each file that could not be indexed, and the reason. Later starts leave the file out without
+            reading it again, until the list of files or the size or modification time of a file changes.
         starts: number of the first row of each file, and the number of all rows; int64, shape (shards + 1,).
         classes: names of the classes of an image folder; empty for other formats.
-        digest: SHA-256 in hex over the number of rows and the digest of each file, in order.
+        digest: SHA-256 in hex over the number of rows and the digest of each file, in order; for images, over their
+            number, sizes and classes.
     """
 
-    # Without `__dict__`, because loader processes copy the attributes of data sets, but must not copy descriptors.
+    # No `__dict__`, because loader processes copy the attributes of data sets, but must not copy descriptors.
     __slots__ = ("_digests", "_edges", "_files", "_open", "classes", "digest", "format", "left_out", "starts")
 
     @classmethod
@@ -88,12 +89,14 @@ class Corpus:
         Args:
             paths: files, folders, patterns and URLs; see `list_files`.
             format: name of the format; None to derive it from the suffixes of the files.
-            cache: files that this host's processes share: indexes, downloads and converted files.
-            on_bad_shard: "skip" to leave out files that cannot be indexed, instead of an error.
-            workers: number of threads that index files; by default, the number of cores.
+            cache: folder of indexes, downloads and converted files, which the processes of this host share.
+            on_bad_shard: "skip" to leave out files that cannot be indexed; "stop" to raise an error.
+            workers: number of threads that index files; by default the number of cores, but at least 16 for remote
+                files.
 
         Raises:
-            DataError: the paths name no files, files cannot be read, or there are no rows.
+            DataError: the paths name no files, a file cannot be indexed and `on_bad_shard` is "stop", or there are no
+                rows.
             StorageError: a store cannot be read.
         """
         listing = list_files(paths, format)
@@ -108,7 +111,7 @@ class Corpus:
                 raise DataError(
                     "data.shard_damaged",
                     "{shard}: {reason}. Repair or remove the file, or leave such files out with on_bad_shard: skip. "
-                    "Number of such files: {count} of {total}.",
+                    "{count} of {total} files cannot be used.",
                     shard=left_out[0][0],
                     reason=left_out[0][1],
                     count=len(left_out),
@@ -152,6 +155,7 @@ class Corpus:
         """Read a row by its global number; a remote file is downloaded first.
 
         Raises:
+            IndexError: there is no row with this number.
             Damaged: the file has changed since it was listed, or the row is invalid.
             StorageError: a remote file cannot be downloaded.
         """
@@ -169,7 +173,11 @@ class Corpus:
             raise unreadable(self._files.listing.names[shard], error) from error
 
     def shard_of(self, row: int) -> int:
-        """Return the number of the file that has a row."""
+        """Return the number of the file that contains a row.
+
+        Raises:
+            IndexError: there is no row with this number.
+        """
         if not 0 <= row < self._edges[-1]:
             raise IndexError(f"row {row} of {len(self)}")
         return bisect_right(self._edges, row) - 1
@@ -188,7 +196,7 @@ class Corpus:
         return self._files.is_local(shard)
 
     def apart(self) -> Corpus:
-        """Return a corpus with the same index, which opens files of its own."""
+        """Return a corpus that shares this index, but opens its own files."""
         other = object.__new__(Corpus)
         for name in Corpus.__slots__:
             setattr(other, name, getattr(self, name))
@@ -223,7 +231,7 @@ class Where:
 
 
 class _Shards(Sequence[Shard]):
-    """Descriptions of files in columns, because a million objects would need a gigabyte."""
+    """Descriptions of files, stored in columns because a million objects would need a gigabyte."""
 
     def __init__(self, listing: Listing, starts: NDArray[np.int64], digests: NDArray[np.uint8] | None) -> None:
         self._listing, self._starts, self._digests = listing, starts, digests
@@ -269,7 +277,8 @@ def _summary(
     """Index all files, or read the summary of an earlier start.
 
     Returns:
-        rows of each file, digests of shape (files, 32), and the numbers of files left out with reasons.
+        Number of rows of each file (-1 if it is left out), digests of shape (files, 32), and number and reason of each
+        file that is left out.
     """
     whole = hashlib.sha256(listing.format.name.encode())
     for column in (listing.names, listing.versions):

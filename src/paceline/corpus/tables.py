@@ -1,7 +1,7 @@
 """Arrow files, which are read in place; Parquet and CSV files, which are converted once.
 
-pyarrow parses the metadata of an Arrow file. Rows are then read from the mapped file by position, because a pyarrow
-scalar costs more than a row of tokens should.
+pyarrow parses the metadata of an Arrow file. Rows are then read from the mapped file by position, because creating a
+pyarrow scalar per row would be too slow for rows of tokens.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from paceline.corpus.rows import Damaged, Format, Offsets
 from paceline.extensions import optional_package
 
 _FILE_MAGIC, _STREAM_END = b"ARROW1", b"\xff\xff\xff\xff\0\0\0\0"
-_BATCH_ROWS, _BATCH_BYTES = 1 << 16, 64 << 20  # of converted files
+_BATCH_ROWS, _BATCH_BYTES = 1 << 16, 64 << 20  # largest record batch of a converted file
 _CSV_BLOCK_BYTES = 64 << 20  # pyarrow infers the types of columns from the first block
-_COMPRESSED = "its buffers are compressed, so rows cannot be read in place. Write it without compression, or as Parquet"
+_COMPRESSED = "its buffers are compressed, so rows cannot be read in place. Write it uncompressed, or as Parquet"
 
 _CODES = {
     **{f"int{8 * size}": f"<{code}" for size, code in zip((1, 2, 4, 8), "bhiq", strict=True)},
@@ -40,8 +40,8 @@ class ArrowRows:
 
     Lists of numbers are numpy arrays, other lists are lists, structs are dicts, and nulls are None.
 
-    The mapping occupies no memory of its own. If a file becomes shorter while it is mapped, the kernel ends the
-    process with SIGBUS.
+    The mapping uses the page cache and no other memory. If a file becomes shorter while it is mapped, the kernel ends
+    the process with SIGBUS.
     """
 
     def __init__(self, path: Path, offsets: Offsets | None) -> None:
@@ -67,7 +67,7 @@ class ArrowRows:
         except UnicodeDecodeError as error:
             raise Damaged(self._path, row, f"the text is not valid UTF-8 ({error.reason})") from error
         except (ValueError, struct.error) as error:
-            raise Damaged(self._path, row, f"its position in the file is invalid ({error})") from error
+            raise Damaged(self._path, row, f"the position of a value in the file is invalid ({error})") from error
 
     def close(self) -> None:
         """Release the mapping."""
@@ -117,7 +117,7 @@ class _Mapped:
             return self._lists(arrays)
         for buffer in (buffer for array in arrays for buffer in array.buffers()):
             self._position(buffer)
-        # Timestamps, decimals, dictionaries and others are rare, so pyarrow reads them.
+        # Other types, such as timestamps, decimals and dictionaries, are rare, so pyarrow reads them.
         return lambda batch, row: arrays[batch][row].as_py()
 
     def _booleans(self, arrays: list[Any]) -> _Read:
@@ -165,7 +165,7 @@ class _Mapped:
         return read
 
     def _bounds(self, arrays: list[Any]) -> _Bounds:
-        """Return a function that reads where a value of variable length starts and ends."""
+        """Return a function that reads the start and end of a value of variable length."""
         types, kind = self._pa.types, arrays[0].type
         is_large = types.is_large_list(kind) or types.is_large_string(kind) or types.is_large_binary(kind)
         pair = struct.Struct("<2q" if is_large else "<2i")
@@ -215,18 +215,18 @@ def _batches(path: Path) -> tuple[Any, list[Any]]:
         reader = pa.ipc.open_file(whole)
         return whole, [reader.get_batch(n) for n in range(reader.num_record_batches)]
     if whole[-len(_STREAM_END) :].to_pybytes() != _STREAM_END:
-        raise ValueError("the file is cut off, or is no Arrow file")
+        raise ValueError("the file is truncated, or is not an Arrow file")
     return whole, list(pa.ipc.open_stream(whole))
 
 
 @contextmanager
 def _decoding(path: Path) -> Iterator[None]:
-    """Convert the errors of pyarrow about a file's content to Damaged."""
+    """Convert pyarrow's errors for invalid content to Damaged."""
     pa = optional_package("pyarrow", "pyarrow")
     try:
         yield
     except (pa.ArrowException, ValueError, OSError) as error:
-        # pyarrow raises OSError without a number for invalid content.
+        # pyarrow raises OSError without an errno for invalid content.
         if isinstance(error, OSError) and error.errno is not None:
             raise
         raise Damaged(str(path), None, str(error).rstrip(".").splitlines()[0]) from error

@@ -1,6 +1,6 @@
 """WebDataset tar files: consecutive members with the same key form a row.
 
-The layout of rows and the decoded suffixes follow webdataset, so that its shards give the same rows here.
+The grouping into rows and the decoded suffixes follow webdataset, so a shard gives the same rows as there.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ _MOST_NAME_BYTES = 1 << 20  # of a long name or an extended header
 
 
 class TarRows:
-    """Rows `{"__key__": key, "jpg": bytes, "cls": 3, …}` of a tar file, read with one system call each.
+    """Rows `{"__key__": key, "jpg": bytes, "cls": 3, …}` of a tar file, one system call per row.
 
-    Numbers, text, JSON and `.npy` arrays are decoded like in webdataset. Pickled members stay bytes, because unpickling
-    runs code.
+    Numbers, text, JSON and `.npy` arrays are decoded as in webdataset. Pickled members stay bytes, because unpickling
+    would run code from the file.
     """
 
     def __init__(self, path: Path, offsets: Offsets | None) -> None:
@@ -89,8 +89,8 @@ def row_offsets(path: Path) -> Offsets:
 def _members(content: bytes | mmap.mmap) -> Iterator[tuple[str, int, int, int]]:
     """Yield each regular member: its name, first header, and start and end of its content.
 
-    Directories, links and the project-wide headers of pax archives are skipped. Long names of GNU and pax archives are
-    headers of their own in front of the member.
+    Directories, links and the global headers of pax archives are skipped. GNU and pax archives store a long name in an
+    extra header in front of the member.
 
     Raises:
         ValueError: a header is invalid.
@@ -123,7 +123,7 @@ def _members(content: bytes | mmap.mmap) -> Iterator[tuple[str, int, int, int]]:
 
 def _content_size(header: bytes) -> int | None:
     """Return the size of a header's member; None for the end of the archive."""
-    # Archives without this mark are from before 1988.
+    # Headers from before 1988 lack this magic string, so their checksum is verified instead.
     if header[257:262] != b"ustar":
         if not any(header):
             return None
@@ -141,7 +141,7 @@ def _octal(digits: bytes) -> int:
 def _name(header: bytes) -> str:
     end = header.find(b"\0", 0, 100)
     name = header[: 100 if end < 0 else end]
-    if header[345] and header[262] == 0:  # GNU archives have other fields there
+    if header[345] and header[262] == 0:  # GNU headers hold other fields in place of the prefix
         name = header[345:500].partition(b"\0")[0] + b"/" + name
     return str(name, "utf-8", "surrogateescape")
 
@@ -163,7 +163,7 @@ def _pax_name_and_size(text: bytes, name: str | None) -> tuple[str | None, int |
 
 
 def _key_and_suffix(name: str) -> tuple[str, str] | None:
-    """Divide a member's name into key and suffix; None for members that are no data."""
+    """Split a member's name into key and suffix; None for members that are not data."""
     first = name.rfind("/") + 1
     dot = name.find(".", first)
     if dot <= first or (name[0] == "_" and _NO_DATA.match(name)):

@@ -19,7 +19,7 @@ Tokens = NDArray[np.int32]
 _MODEL = "tokenizer.json"
 # later files override earlier ones, as in transformers
 _NAMES = ("special_tokens_map.json", "tokenizer_config.json")
-# ends of documents in tokenizers whose folder does not name one
+# end tokens to try if the tokenizer's folder names none
 _WELL_KNOWN_ENDS = ("<|endoftext|>", "</s>", "<eos>", "<|end_of_text|>", "<|im_end|>", "[SEP]")
 _EXPECTED = "a tokenizer.json, or a folder that contains one"
 
@@ -61,7 +61,7 @@ class Tokenizer:
         file = path / _MODEL if path.is_dir() else path
         content = _content(file, path)
         model = _model(file, content)
-        # a file may ask for the length of one model; here the context cuts and pads
+        # A file may enable truncation and padding for one model. Here, documents are cut and padded to the context.
         model.no_truncation()
         model.no_padding()
         named = _special_tokens(file.parent)
@@ -86,11 +86,14 @@ class Tokenizer:
     def encode(self, text: str, *, end: bool = True) -> Tokens:
         """Convert a document to tokens, and append the end token if `end`.
 
-        The tokenizer's own template, such as `[CLS] … [SEP]`, is not applied. Names of special tokens in the text
-        become these tokens. An unpaired surrogate becomes U+FFFD.
+        The tokenizer's own template, such as `[CLS] … [SEP]`, is not applied. Special tokens that are spelled out in
+        the text become these tokens. An unpaired surrogate becomes U+FFFD.
+
+        Returns:
+            Token ids, int32, shape (tokens,).
         """
         valid = text if text.isascii() else _without_surrogates(text)
-        # computes no positions in the text, and starts no threads for a single text
+        # This call computes no offsets into the text, and starts no threads for a single text.
         found = self._model.encode_batch_fast([valid], add_special_tokens=False)[0].ids
         if end:
             found.append(self.end_token_id)
@@ -102,7 +105,7 @@ class Tokenizer:
         return text
 
     def token(self, number: int) -> str:
-        """Return the name of a token id; empty if the vocabulary has no such id."""
+        """Return the text of a token id; empty if the vocabulary has no such id."""
         return self._model.id_to_token(number) or ""
 
 
@@ -112,7 +115,7 @@ def _content(file: Path, given: Path) -> bytes:
     except OSError as error:
         raise DataError(
             "data.tokenizer_unreadable",
-            "{file}: {reason}. Expected: {expected}. A folder with other files becomes one by "
+            "{file}: {reason}. Expected: {expected}. To convert a folder that holds a tokenizer in another format, run "
             'AutoTokenizer.from_pretrained("{given}").save_pretrained("{given}").',
             file=file.absolute(),
             reason=error.strerror or error,
@@ -166,7 +169,7 @@ def _special_tokens(folder: Path) -> dict[str, str]:
 
 
 def _id(file: Path, ids: Mapping[str, int], named: Mapping[str, str], *keys: str) -> int | None:
-    """Return the id of the first key that names a token."""
+    """Return the id of the token that the first known key names, or None."""
     for key in keys:
         if key not in named:
             continue

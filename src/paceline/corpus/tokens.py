@@ -38,15 +38,15 @@ Lengths = NDArray[np.uint32]
 
 _LAYOUT = 1
 _UNFINISHED = "unfinished.jsonl"  # parts that were written since the last tokens.json
-_PART_BYTES = (4 << 20, 64 << 20)  # least and largest part of a source file that becomes one file
-_PARTS = 16  # parts of a source file between these limits, so that all processes have work
+_PART_BYTES = (4 << 20, 64 << 20)  # smallest and largest part of a source file, before a split by rows
+_PARTS = 16  # number of parts per source file within these limits, so that all processes have work
 _BATCH_TOKENS = 1 << 20  # tokens of a record batch, which a process holds in memory
 _POLL_S = 0.2
 _PR_SET_PDEATHSIG = 1  # option of prctl
 
 
 class Part(NamedTuple):
-    """One file of a folder of tokens, and its rows of a source file.
+    """One file of a folder of tokens, which holds some rows of a source file.
 
     Attributes:
         name: name of the Arrow file.
@@ -97,7 +97,7 @@ class TokensAbout:
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, column: str) -> Self:
-        """Describe an empty folder."""
+        """Describe a folder that holds no tokens yet."""
         t = tokenizer
         ids = t.vocab_size, t.end_token_id, t.pad_token_id, t.mask_token_id
         return cls(str(t.path.absolute()), t.sha256, *ids, column)
@@ -144,7 +144,7 @@ class TokensAbout:
         return sum(part.empty for part in self.parts)
 
     def must_be_of(self, tokenizer: Tokenizer, place: object) -> None:
-        """Refuse another tokenizer than the one that made the folder.
+        """Verify that a tokenizer is the one that made the folder; errors name `place`.
 
         Raises:
             DataError: the tokenizers differ.
@@ -172,18 +172,18 @@ def tokenize(
 ) -> TokensAbout:
     """Convert the documents of a corpus to tokens, and write them to a folder.
 
-    Processes convert parts of at most 64 MiB of the source files. A finished part is kept if the process ends: a later
-    call converts only the parts whose source files are new or have changed.
+    Worker processes convert the source files in parts of about 64 MiB at most. Finished parts are kept if the process
+    ends early. A later call converts only missing parts, and parts of source files that are new or have changed.
 
     Args:
         column: column with the text of a document.
         workers: number of processes; by default, the number of cores.
-        progress: function that gets the number of rows and tokens so far, several times per second.
-        wait: True to wait for another process that writes to the folder.
+        progress: function that receives the number of rows and tokens so far, several times per second.
+        wait: True to wait while another process writes to the folder, False to raise an error.
 
     Raises:
-        DataError: the folder belongs to another tokenizer or column, another process writes to it, a row has no
-            text in this column, or a file is damaged.
+        DataError: the folder belongs to another tokenizer or column, another process writes to it, a row has no such
+            column or other values than text in it, all rows are empty, a file is damaged, or a worker was killed.
     """
     out.mkdir(parents=True, exist_ok=True)
     with _alone(out, wait=wait):
@@ -232,14 +232,14 @@ def read_about(folder: Path) -> TokensAbout:
 
 
 def is_folder_of_tokens(folder: Path) -> bool:
-    """Return True if a folder holds tokens, also if they are unfinished."""
+    """Return True if a folder holds finished or unfinished tokens."""
     return (folder / DESCRIPTION).exists() or (folder / _UNFINISHED).exists()
 
 
 def write_documents(file: Path, documents: Iterator[Tokens]) -> tuple[int, int]:
-    """Write documents to a new Arrow file, which appears when it is complete.
+    """Write documents to a new Arrow file, which appears only when it is complete.
 
-    At most about a million tokens are held in memory, or one longer document.
+    About a million tokens are held in memory, plus at most one document.
 
     Returns:
         Number of documents and of tokens.
@@ -287,7 +287,7 @@ def _batches(documents: Iterator[Tokens]) -> Iterator[list[Tokens]]:
 
 @contextmanager
 def _alone(out: Path, *, wait: bool) -> Iterator[None]:
-    """Hold the lock of a folder, and remove what killed processes left."""
+    """Hold the lock of a folder, and remove unfinished files of killed processes."""
     with (out / ".lock").open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -310,7 +310,7 @@ def _finished(out: Path, about: TokensAbout, tokenizer: Tokenizer) -> list[Part]
         found = _journal(out / _UNFINISHED)
     else:
         return []
-    if not found.parts:  # such as after a first start with a wrong column
+    if not found.parts:  # for example, after a first start with a wrong column
         return []
     found.must_be_of(tokenizer, out.absolute())
     if found.column != about.column:
@@ -366,7 +366,10 @@ def _finish(out: Path, about: TokensAbout) -> None:
 def _parts(corpus: Corpus) -> dict[Part, int]:
     """Divide the source files into parts.
 
-    Returns the first row in the corpus of each part. The division depends only on the files.
+    The division depends only on the files.
+
+    Returns:
+        The number in the corpus of each part's first row.
     """
     names = [shard.name for shard in corpus.shards]
     # commonpath would change the // of a URL
@@ -385,13 +388,13 @@ def _parts(corpus: Corpus) -> dict[Part, int]:
 
 
 def _of_source(part: Part) -> Part:
-    """Return a part without what is only known after its conversion, to recognize it."""
+    """Return a part without its results, to compare it with unconverted parts."""
     return part._replace(documents=0, tokens=0, empty=0)
 
 
 @dataclass(frozen=True)
 class _Work:
-    """What the processes share. They get it by a fork, so the index of the corpus is not copied."""
+    """Arguments that worker processes inherit by fork, without a copy of the index."""
 
     corpus: Corpus
     column: str
@@ -432,7 +435,7 @@ def text_of(row: Mapping[str, Any], column: str, where: Where) -> str:
     if text is not None and not isinstance(text, str):
         raise DataError(
             "data.column_without_text",
-            "{where}: column {name} holds a {kind} and not text. Name another column with {option}.",
+            "{where}: column {name} holds a value of type {kind} instead of text. Name another column with {option}.",
             where=where,
             name=column,
             kind=type(text).__name__,
@@ -448,7 +451,7 @@ def _converted(
     before: tuple[int, int],
     progress: Callable[[int, int], None],
 ) -> Iterator[Part]:
-    """Convert parts in processes, and yield each part when it is complete."""
+    """Convert parts in worker processes, and yield each part when it is complete."""
     if not parts:
         return
     context = multiprocessing.get_context("fork")
@@ -464,7 +467,7 @@ def _converted(
             yield from (each.result() for each in done)
     except BaseException as error:
         for process in list((pool._processes or {}).values()):
-            process.terminate()  # a part takes long; the next start deletes its unfinished file
+            process.terminate()  # finishing a part would take long; the next start deletes the unfinished file
         if isinstance(error, BrokenProcessPool):
             raise DataError(
                 "data.tokenize_killed",
