@@ -115,6 +115,15 @@ def slowly(row: dict[str, Any]) -> Any:
     return torch.tensor(row["x"]), row["y"]
 
 
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_row_that_is_not_a_sample_is_named_in_mid_epoch(num_workers: int, tmp_path: Path) -> None:
+    rows = [{"x": [0.5] * 6, "y": None if row == 30 else 1} for row in range(48)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    job = job_on(tmp_path / "rows.jsonl", tmp_path, data={"held_out": 0, "num_workers": num_workers})
+    with raises(LaunchError, "data.value_unsupported", name="y", where=f"{tmp_path / 'rows.jsonl'}, row 30"):
+        trained(job, tmp_path / "run", "dp=2")
+
+
 @pytest.mark.parametrize(("change", "named"), [("rewrite", "part-3"), ("remove", "part-5"), ("add", "part-9")])
 def test_changed_files_are_refused_by_name_at_resume(change: str, named: str, files: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"

@@ -558,7 +558,7 @@ class Loader:
             if isinstance(batch.cause, StorageError):
                 raise batch.cause
             explained = DataError.of_problems(batch.problems)
-            explained.from_users_code = True
+            explained.from_users_code = not isinstance(batch.cause, DataError)
             raise explained from batch.cause
         self.left_out, counts = [], {}
         if isinstance(batch, CountedBatch):

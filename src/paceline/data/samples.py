@@ -187,7 +187,7 @@ class RequestedSamples(Dataset[Any]):
             return self._read_one(indices)
         try:
             return self.read_many(indices)
-        except StorageError:
+        except (DataError, StorageError):
             raise
         except Exception as error:
             raise self._error(self._culprit(indices), error) from error
@@ -227,7 +227,7 @@ class RequestedSamples(Dataset[Any]):
                 if epoch is not None:
                     SampleRandom.start(self.seed, epoch, _number(index))
                 samples.append(self.dataset[index])
-        except StorageError:
+        except (DataError, StorageError):
             raise
         except Exception as error:
             raise self._error([indices[len(samples)]], error) from error
@@ -236,7 +236,7 @@ class RequestedSamples(Dataset[Any]):
     def _read_one(self, index: Any) -> Any:
         try:
             return self.dataset[index]
-        except StorageError:
+        except (DataError, StorageError):
             raise
         except Exception as error:
             raise self._error(index if self.bulk else [index], error) from error
@@ -253,8 +253,6 @@ class RequestedSamples(Dataset[Any]):
         return indices
 
     def _error(self, indices: list[Any], error: Exception) -> DataError:
-        if isinstance(error, DataError):  # of a data set of ours, which names the file and the row
-            return error
         indices = in_users_data(self.dataset, indices)[1]
         which = f"sample {indices[0]}" if len(indices) == 1 else f"the batch of samples {_listed(indices)}"
         explained = DataError(
