@@ -30,8 +30,8 @@ def show(
 ) -> None:
     """Show what the model gets from the data of a job.
 
-    The first samples come in the order of training. Counts, lengths and statistics are of at most 2,048 samples of
-    each set, which are spread evenly.
+    The first samples are shown in the order of training. Counts, lengths and statistics cover at most 2,048 samples of
+    each set, spread evenly.
     """
     what = load_job(job, changes)  # before heavy imports, so that a mistake is reported at once
     from paceline.cli.data_screen import show_data
@@ -49,8 +49,8 @@ def show(
         typer.echo("To see the images: --page FILE.html")
 
 
-_CACHE_BYTES = 100 << 30  # of copies of the source
-_LINE_EVERY_S = 10.0  # between lines of progress if the output is no terminal
+_CACHE_BYTES = 100 << 30  # largest size of cached copies of the source
+_LINE_EVERY_S = 10.0  # between lines of progress if the output is not a terminal
 
 
 class SourceFormat(StrEnum):
@@ -68,12 +68,12 @@ class SourceFormat(StrEnum):
 
 def tokenize(
     source: Annotated[
-        str, typer.Argument(metavar="SOURCE", help="File, folder, pattern or URL of the text; in quotes if a pattern.")
+        str, typer.Argument(metavar="SOURCE", help="File, folder, pattern or URL of the text. Quote a pattern.")
     ],
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to write, or to bring up to date.")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to create or update.")],
     tokenizer: Annotated[
         Path,
-        typer.Option("--tokenizer", metavar="PATH", help="A tokenizer.json, or a Hugging Face folder that has one."),
+        typer.Option("--tokenizer", metavar="PATH", help="A tokenizer.json, or a folder that contains one."),
     ],
     column: Annotated[str, typer.Option(help="Column of the source that holds the text.")] = "text",
     format: Annotated[
@@ -85,8 +85,8 @@ def tokenize(
 ) -> None:
     """Convert text to tokens once, for all later runs.
 
-    The folder is the `path` of a job's `data` with `kind: tokens`. If the command ends early, or the source has
-    changed, the same command converts what is missing.
+    Use the folder as `path` of a job's `data` with `kind: tokens`. If the command ends early or the source changes, run
+    the same command again: only missing parts are converted.
     """
     from paceline.console import Console
     from paceline.corpus.host_files import HostFiles
@@ -112,7 +112,7 @@ def tokenize(
 
 
 class Bar:
-    """Progress of a conversion: a bar in a terminal, otherwise a line every 10 s."""
+    """Progress of a conversion: a bar in a terminal, otherwise one line every 10 s."""
 
     def __init__(self, console: object, rows: int) -> None:
         from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
@@ -144,7 +144,7 @@ class Bar:
         from paceline.units import large
 
         now = time.monotonic()
-        # tokens of an earlier call do not count for the speed
+        # the speed excludes tokens that an earlier call converted
         before, since = self._first = self._first or (tokens, now)
         speed = f", {large((tokens - before) / (now - since))} tokens/s" if now > since else ""
         text = f"{large(tokens)} tokens{speed}"

@@ -16,10 +16,10 @@ from paceline.units import count, percent
 
 _BAR = 24  # characters of a full bar
 _EIGHTHS = ("", *"▏▎▍▌▋▊▉")
-_CHARACTERS = 700  # characters of a sample's text that are shown
+_CHARACTERS = 700  # largest number of characters of a sample's text
 _MARGIN = "   │ "
 _QUIET, _LOUD, _MARK = "dim", "bold red", "cyan"
-# tensors that the text of a sample shows
+# tensors that are shown as the text of a sample
 _READ = ("input", "input_ids", "labels", "target", "position_ids", "attention_mask")
 
 
@@ -122,7 +122,7 @@ def _samples(view: DataView, console: Console) -> None:
             about = " ".join(filter(None, (value.name, value.dtype, shape)))
             console.print(Text(f"   {about}: {value.values}", _QUIET))
         if sample.reading is not None:
-            # the margin shows blank lines and spaces at the start of a text
+            # the margin makes blank lines and leading spaces visible
             for line in _text(sample.reading, coloured=coloured).wrap(console, console.width - len(_MARGIN)):
                 console.print(Text.assemble((_MARGIN, _QUIET), line))
 

@@ -1,7 +1,7 @@
 """Reading of a job's stream in parts.
 
 Each data-parallel rank and loader process reads its own parts. A process reads a part to its end before it begins the
-next one. So the position in an epoch is one number per part, and any number of ranks can continue from it.
+next part. The position in an epoch is therefore one number per part, from which any number of ranks can continue.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ _NOT_READ = -(2**62)  # value of a rank that has not read from a part
 
 @dataclass
 class Deal:
-    """Position in each part of a stream, and the process that reads the part.
+    """Position in each part of a stream, and the process that reads each part.
 
-    Processes are numbered worker * replicas + replica. If there is only one part, every rank reads it.
+    The number of a process is `worker * replicas + replica`. If there is only one part, every rank reads it.
 
     Attributes:
-        processes: numbers of data-parallel ranks and of their loader processes.
+        processes: number of data-parallel ranks, and number of loader processes per rank.
         counts: number of samples read from each part.
         ended: whether each part has no more samples.
         digests: digest of the last sample read from each part.
@@ -48,12 +48,12 @@ class Deal:
 
     @classmethod
     def new(cls, parts: int, replicas: int, workers: int) -> Deal:
-        """Return the beginning of an epoch."""
+        """Return the position at the start of an epoch."""
         owners = [part % (replicas * workers) for part in range(parts)]
         return cls((replicas, workers), [0] * parts, [False] * parts, [0] * parts, owners)
 
     def dealt_again(self, replicas: int, workers: int) -> Deal:
-        """Return the same position for other processes."""
+        """Return the same position, with the remaining parts assigned to another number of processes."""
         if tuple(self.processes) == (replicas, workers):
             return self
         owners = list(self.owners)
@@ -67,23 +67,28 @@ class Deal:
         return {name: list(values) for name, values in vars(self).items()}
 
     def left(self, process: int | None = None) -> list[int]:
-        """Return the parts that have not ended, those that were begun first."""
+        """Return the parts that have not ended; started parts come first.
+
+        Args:
+            process: number of the process whose parts to return; None for all parts.
+        """
         parts = [v for v, ended in enumerate(self.ended) if not ended and process in (None, self.owners[v])]
         return sorted(parts, key=lambda v: (not self.counts[v], v))
 
 
 @dataclass
 class PartsShard(BatchShard):
-    """One rank's share of a batch, and what was read for it.
+    """One rank's share of a batch, and the positions after it.
 
     `samples` is the number of samples of the share.
 
     Attributes:
         epoch: epoch of the batch.
-        parts: by part: number of samples read so far, whether it has ended, and the last sample's digest.
-        states: by part: number of samples read so far, and the state of its data set.
-        read: number of samples read.
-        again: number of samples that an earlier process had read already.
+        parts: for each part that was read: number of samples read so far, whether the part has ended, and the digest
+            of its last sample.
+        states: for the part that is being read: number of samples read so far, and the state of its data set.
+        read: number of samples read for this share, including `again`.
+        again: number of samples that were read only to reach the position of a resumed run.
         read_s: seconds of reading.
     """
 
@@ -96,9 +101,11 @@ class PartsShard(BatchShard):
 
 
 class PartsReader(Items):
-    """Reader of a stream's parts that belong to one data-parallel rank.
+    """Reader of the parts of a stream that belong to one data-parallel rank.
 
     Args:
+        replica: number of this data-parallel rank.
+        replicas: number of data-parallel ranks.
         batch_size: number of samples per batch, over all ranks.
         workers: number of loader processes that divide the parts of a rank; 1 without loader processes.
     """
@@ -121,21 +128,25 @@ class PartsReader(Items):
         return self.stream.name
 
     def length(self) -> None:
-        """Return None: a stated length of a stream is not relied on."""
+        """Return None, because the stated length of a stream may be wrong."""
 
     def check_length(self, expected: int | None) -> None:
-        """Do nothing, because a stream has no length."""
+        """Do nothing, because a stream has no reliable length."""
 
     def new_deal(self) -> Deal:
-        """Return the beginning of an epoch."""
+        """Return the position at the start of an epoch."""
         return Deal.new(self.stream.parts or self.replicas * self.workers, self.replicas, self.workers)
 
     def begin(self, deal: Deal, states: dict[int, tuple[int, Any]]) -> None:
-        """Make the next request continue at a position, with the known states of parts."""
+        """Make the next request continue at a position.
+
+        Args:
+            states: for each part with a known state: number of samples read, and the state of its data set.
+        """
         self._deal, self._states, self._epoch, self._lane = copy.deepcopy(deal), states, None, None
 
     def example(self, count: int, indices: list[Any]) -> Any:
-        """Return a batch of the stream's first sample, `count` times."""
+        """Return a batch that holds the stream's first sample `count` times."""
         return self._collated([self.stream.example] * count, f"a batch of {self.name}")
 
     def _read(self, request: SampleRequest) -> PartsShard:
@@ -156,7 +167,7 @@ class PartsReader(Items):
         return shard
 
     def _begin_epoch(self, epoch: int, process: int) -> None:
-        if self._deal is None:  # a loader process goes on to the next epoch
+        if self._deal is None:  # a loader process continues with the next epoch
             self._deal, self._states = self.new_deal(), {}
         deal, self._deal = self._deal, None
         self._position, self._epoch, self._lane = deal, epoch, None
@@ -187,15 +198,18 @@ class PartsReader(Items):
 
 
 class _Lane:
-    """The part that a process reads now.
+    """The part that a process is reading.
 
-    The random numbers of a data set without a state depend on the seed, the epoch and the part. With a state, they also
-    depend on the number of the sample, because earlier samples are not read again.
+    For a data set without a state, the random numbers depend on the seed, the epoch and the part. With a state, they
+    also depend on the number of the sample, because a resumed run does not read earlier samples again.
 
     Attributes:
         read: number of samples read from the part.
         again: number of samples that were read again to reach the position.
         ended: whether the part has no more samples.
+
+    Raises:
+        DataError: the data set raised an exception, or yields other samples than before the position was saved.
     """
 
     def __init__(self, reader: PartsReader, index: int, deal: Deal, epoch: int, known: tuple[int, Any] | None) -> None:
@@ -218,9 +232,9 @@ class _Lane:
             if self.ended or not last or digest_of(last[0]) != deal.digests[index]:
                 raise DataError(
                     "data.part_not_repeatable",
-                    "{name} returns different data the second time: sample {sample} of part {part} differs, so "
-                    "training cannot resume there. iter() must return the same stream in every process, so draw random "
-                    "numbers from a generator with a seed.",
+                    "{name} yields different samples when it is read again: sample {sample} of part {part} differs, so "
+                    "training cannot resume there. iter() must yield the same samples in every process. Draw random "
+                    "numbers from a generator with a fixed seed.",
                     name=self.name,
                     sample=at - 1,
                     part=index,
@@ -247,16 +261,16 @@ class _Lane:
 class PartsFlow(Flow):
     """Global batches of a stream that is read in parts.
 
-    Every rank fills its share of a batch from its own parts. After each batch, the ranks exchange the positions in the
-    parts, so each rank knows the sizes of all shares, the whole position, and the end of the epoch. When a rank has no
-    more samples, batches are smaller, until all parts have ended. With `drop_last`, the epoch ends before the first
-    batch that is not full.
+    Every rank fills its share of a batch from its own parts. After each batch, the ranks exchange their positions, so
+    every rank knows the sizes of all shares, the positions in all parts, and whether the epoch has ended. When a rank
+    has no more samples, batches become smaller, until all parts have ended. With `drop_last`, the epoch ends before the
+    first batch that is not full.
 
     Attributes:
-        deal: position after the last batch.
+        deal: positions after the last batch.
         read, used: numbers of samples that this rank has read, and trained on.
-        again: number of samples that this rank has read a second time, to resume.
-        read_s, again_s: seconds of reading, and of reading the first batch after a resume.
+        again: number of samples that this rank has read again to resume.
+        read_s, again_s: seconds of reading, and of reading the first batches after a resume.
 
     Raises:
         PlanError: there are fewer parts than data-parallel ranks.
@@ -280,11 +294,11 @@ class PartsFlow(Flow):
         return all(self.deal.ended)
 
     def shares(self, step: int, epoch: int = 0) -> tuple[int, ...]:
-        """Return each data-parallel rank's number of samples in that step."""
+        """Return each data-parallel rank's number of samples in a step."""
         return self._shares if step in self._totals else even_shares(self.size(step), self.replicas)
 
     def begin(self, turn: int, *, again: bool) -> int:
-        """Give the reader its position."""
+        """Pass the position to the reader, and return `turn`; turn 0 starts a new epoch."""
         if turn == 0:
             self.deal = self.reader.new_deal()
         known = self.stream.states
@@ -293,15 +307,18 @@ class PartsFlow(Flow):
         return turn
 
     def _fits(self, part: int) -> bool:
-        """Return True if the known state of a part is at or before the position."""
+        """Return True if a part's known state is of this epoch and not too late."""
         epoch, read, _ = self.stream.states[part]
         return epoch == self.epoch and 0 < read <= self.deal.counts[part]
 
     def refuse_workers(self, state: Mapping[str, Any], workers: int) -> None:
-        """Accept any number of loader processes, because the parts are dealt again."""
+        """Accept any number of loader processes, because the parts are assigned again."""
 
     def gather_states(self) -> None:
-        """Exchange the states of all parts, to save them; every rank calls this."""
+        """Collect the newest states of all parts on every rank, before a checkpoint.
+
+        Every rank must call this.
+        """
         if not self.stream.keeps_state or self.world.size == 1:
             return
         for states in self.world.gather_json([[v, *state] for v, state in self.stream.states.items()]):
@@ -311,7 +328,7 @@ class PartsFlow(Flow):
                     self.stream.states[part] = state[0], state[1], state[2]
 
     def state_dict(self, turn: int) -> dict[str, Any]:
-        """Return the position, and the known states of the parts, as JSON values."""
+        """Return the position and the known states of the parts as JSON values."""
         if turn == 0:
             return {"deal": None}
         known = self.stream.states
@@ -336,10 +353,11 @@ class PartsFlow(Flow):
     def take(self, turn: int, shard: BatchShard) -> bool | None:
         """Accept this rank's next share, and exchange the positions.
 
-        Returns True if the share is to be trained on, False to skip it, and None at the end of the stream.
+        Returns:
+            True to train on the batch, False to skip an empty batch, and None at the end of the epoch.
 
         Raises:
-            DataError: ranks that need the same samples have read different ones; raised on all ranks.
+            DataError: ranks that must read the same samples have read different ones; raised on all ranks.
         """
         assert isinstance(shard, PartsShard)
         self.epoch = shard.epoch
@@ -359,7 +377,7 @@ class PartsFlow(Flow):
                     "data.parts_differ",
                     "the ranks read different samples from {name} for the same batch (part {part}). Every rank must "
                     "read the same samples in the same order. Remove any split by rank (split_dataset_by_node, RANK), "
-                    "and draw random numbers from a generator with a seed.",
+                    "and draw random numbers from a generator with a fixed seed.",
                     name=self.name,
                     part=part,
                 )
@@ -373,18 +391,21 @@ class PartsFlow(Flow):
         return None if self.ended else False
 
     def costs(self) -> dict[str, Any]:
-        """Return what reading has cost this rank since the loader was made."""
+        """Return the numbers of samples and seconds that this rank has spent on reading."""
         found = {"read": self.read, "used": self.used, "read_per_used": round(self.read / max(1, self.used), 3)}
         if self.again:
             found |= {"read_again": self.again, "read_again_s": round(self.again_s, 3)}
         return {**found, "read_s": round(self.read_s, 3), "resume_s": round(self._resume_s(), 3)}
 
     def _resume_s(self) -> float:
-        """Return the most seconds of reading that a resume repeats, which is the longest part."""
+        """Estimate the most seconds of reading that a resume repeats.
+
+        A resume reads each unfinished part again, so the part with the most samples read takes longest.
+        """
         return 0.0 if self.stream.keeps_state else max(self.deal.counts) * self.read_s / max(1, self.read)
 
     def warnings(self) -> list[str]:
-        """Return sentences about costs that a data set with `shard` or a state would avoid."""
+        """Return sentences about costs that `shard` or a `state_dict` of the data set would avoid."""
         found = []
         if self.stream.parts == 1 and self.replicas > 1:
             found.append(

@@ -1,8 +1,8 @@
 """Check that the documents of packed sequences do not influence each other.
 
-If a model ignores `position_ids`, or does not confine its attention to documents, each document sees the documents
-before it. Such a run raises no error, and its loss even falls. Before the first update, the model therefore computes
-sequences of three made-up documents. The outputs of the middle document must not change with its neighbours.
+If a model ignores `position_ids`, or does not confine attention to documents, each document attends to the documents
+before it. Such a run raises no error, and its loss still falls. Before the first update, the model therefore computes
+sequences of three artificial documents. The outputs of the middle document must not depend on its neighbours.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 # largest change of an output that counts as rounding, relative to the spread of the outputs
 _ROUNDING = {"fp64": 1e-9, "fp32": 1e-4, "bf16": 2e-2, "fp16": 5e-3}
-_SHORTEST = 6  # number of tokens in the shortest sequence with room for three documents
+_SHORTEST = 6  # tokens of the shortest sequence that can hold three documents
 _CHANGES = {
     "neighbours": "other tokens in its neighbours change",
     "place": "another place in the sequence changes",
@@ -39,10 +39,10 @@ _CHANGES = {
 
 
 class PackedCheck:
-    """Check of a model whose data set has the attribute `packed`.
+    """Check of a model whose data set has the attribute `packed` set to True.
 
     Attributes:
-        remarks: messages to the user, until they are recorded.
+        remarks: messages to the user that are not recorded yet.
     """
 
     def __init__(self, compute: Compute) -> None:
@@ -65,8 +65,8 @@ class PackedCheck:
     def examines(self, step: int) -> bool:
         """Return True if a step checks the model again.
 
-        Attention has no effect yet if, for example, its output projection begins with zeros. Such a model is checked
-        again in steps 2, 4, 8, …
+        Attention may have no effect yet, for example if its output projection is initialized with zeros. Such a model
+        is checked again before steps 2, 4, 8, …
         """
         return self._pending and not step & (step - 1)
 
@@ -87,14 +87,14 @@ class PackedCheck:
         self._refuse(changes, _ROUNDING[compute.precision])
         exact, confined_by = not changes["neighbours"], watch.found
         low = compute.precision in ("bf16", "fp16")
-        # in half precision, rounding could hide a small influence
+        # Without autocast if possible, because rounding in half precision could hide a small influence.
         autocast = nullcontext if low and not compute.casts else compute.autocast
         limit = _ROUNDING["fp32" if autocast is nullcontext else compute.precision]
         with _without_tf32():
             changes = self._changes(trial, ("neighbours", "place", "own"), autocast)
         own = changes.pop("own")
         self._refuse({"place": changes["place"]}, limit)
-        # FSDP2 always computes in half precision; there, an influence can be smaller than rounding usually is
+        # FSDP2 always computes in half precision, so a small influence may not exceed the usual limit for rounding.
         self._refuse(changes, min(limit, max(2 * own, 4e-3)) if low and compute.casts else limit)
         if own > limit:
             self._pending = False
@@ -107,13 +107,13 @@ class PackedCheck:
     def _changes(
         self, trial: _Trial, kinds: Sequence[str], autocast: Callable[[], AbstractContextManager[Any]]
     ) -> dict[str, float]:
-        """Return the largest change of the kept document's outputs for each kind.
+        """Return the largest change of the middle document's outputs for each kind of change.
 
         The changes are relative to the spread of the outputs. All ranks return the same numbers.
         """
         compute = self.compute
         found = torch.zeros(len(kinds) + 1, dtype=widest_float(compute.device), device=compute.device)
-        # a check in compiled code would compile the model once more
+        # compiled code would have to be compiled again for this check
         eager = nullcontext() if compute.plan.compile == "off" else torch.compiler.set_stance("force_eager")
         with evaluating(compute), eager, autocast():
             before = self._outputs(trial, "first")
@@ -125,15 +125,14 @@ class PackedCheck:
         compute.group.all_reduce(found, "max")
         *largest, spread = found.tolist()
         shares = [value / (spread or 1.0) for value in largest]
-        # NaN, which the step reports, is no change
+        # NaN counts as no change, because the step itself reports it
         return {kind: share if share > 0 else 0.0 for kind, share in zip(kinds, shares, strict=True)}
 
     def _outputs(self, trial: _Trial, kind: str) -> list[Tensor]:
-        """Return the outputs of the kept document after its first token.
+        """Return the outputs of the middle document after its first token.
 
-        The result is [] if another rank has them.
-
-        If no output has the shape (n, tokens, …), the result is the loss of the kept document.
+        If no output has the shape (n, tokens, …), the result is the loss of this document, shape (1,). The result is
+        [] if another rank has the outputs.
         """
         compute = self.compute
         batch, start = trial.batches[kind]
@@ -159,7 +158,7 @@ def _refusal(reason: str) -> JobError:
     return JobError(
         "model.documents_mix",
         "the sequences are packed, but the model does not compute each document as if it were alone: {reason}. "
-        "Let its forward take position_ids (n, t), use them as positions, and confine attention to each document. "
+        "Accept position_ids (n, t) in forward, use them as positions, and confine attention to each document: "
         "`d = (position_ids == 0).cumsum(1)` numbers the documents, and "
         "`attn_mask = (d[:, :, None] == d[:, None]).tril()[:, None]` is a mask for causal attention. Or set "
         "pack: false in the job's data.",
@@ -177,8 +176,9 @@ class _Trial:
     """Batches of one sequence with three documents.
 
     Attributes:
-        batches: each batch, and the position at which the kept document begins.
-        length: number of tokens of the kept document.
+        batches: for each kind of change: the batch, and the position at which the middle document begins. "first" is
+            the unchanged batch.
+        length: number of tokens of the middle document.
         tokens: number of tokens of the sequence.
     """
 
@@ -188,7 +188,7 @@ class _Trial:
 
 
 def _trial(sample: Any) -> _Trial:
-    """Make the batches from the tokens of a sample.
+    """Create the batches from the tokens of a sample.
 
     Raises:
         DataError: the sample is not a packed sequence.
@@ -197,8 +197,8 @@ def _trial(sample: Any) -> _Trial:
     if set(keys) != {"input_ids", "position_ids", "labels"} or sample["input_ids"].shape[1] < _SHORTEST:
         raise DataError(
             "data.packed_form",
-            "the data set has packed = True, so its samples should be dicts with input_ids, position_ids and labels "
-            "of {shortest} tokens or more, but a sample has {found}. Return such samples, or leave out packed.",
+            "the data set has packed = True, so its samples must be dicts of input_ids, position_ids and labels with "
+            "{shortest} tokens or more, but a sample has {found}. Return such samples, or remove the attribute packed.",
             shortest=_SHORTEST,
             found=keys or type(sample).__name__,
         )
@@ -206,7 +206,7 @@ def _trial(sample: Any) -> _Trial:
     tokens = ids.shape[1]
     length = start = tokens // 3
     lowest, highest = int(ids.min()), int(ids.max())
-    # other tokens that the model knows
+    # Replacement tokens stay between the lowest and highest id, which the model's vocabulary contains.
     mirrored = lowest + highest - ids
     others = torch.where(mirrored == ids, lowest if lowest < highest else max(0, lowest - 1) + (not lowest), mirrored)
     kept, shift = ids[:, start : start + length], length // 2
@@ -233,7 +233,7 @@ class _AttentionWatch(TorchFunctionMode):
     """Observer of the functions that compute attention.
 
     Attributes:
-        found: how attention is confined to documents, as a phrase.
+        found: phrase that names how attention is confined to documents.
     """
 
     def __init__(self) -> None:

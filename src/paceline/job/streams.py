@@ -1,4 +1,4 @@
-"""A job's `IterableDataset`, which is read in a fixed number of parts."""
+"""The `IterableDataset` of a job, divided into a fixed number of parts."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from paceline.errors import DataError
 from paceline.job.samples import Collated, DataSets, apart, digest_of
 from paceline.own_random import OwnRandom
 
-# number of parts of a data set with `shard`; a multiple of most numbers of ranks
+# number of parts of a data set with `shard`; divisible by common numbers of ranks
 PARTS = 60
-_MOST_PARTS = 240  # the files of a data set with more files are divided into this number of parts
-_LOOKED_AT = 3  # number of samples of a part that are compared with those of another part
+_MOST_PARTS = 240  # largest number of parts if the data set states its number of files
+_LOOKED_AT = 3  # samples at the start of two parts that are compared to find equal parts
 
 Division = Literal["shard", "worker_info", "none"]
 
@@ -36,27 +36,29 @@ class KeepsState(Protocol):
 
 
 class Stream(IterableDataset[Any]):
-    """A user's `IterableDataset` and the way in which it is divided into parts.
+    """A user's `IterableDataset`, and how it is divided into parts.
 
-    Part i of n is `dataset.shard(num_shards=n, index=i)`, or what the data set reads as loader process i of n. The
-    number of parts does not change when a run continues on other ranks. A data set without either method is read whole
-    by every rank.
+    Part i of n is `dataset.shard(num_shards=n, index=i)`, or the samples that the data set yields if `get_worker_info`
+    describes worker i of n. The number of parts does not change when a run continues on other ranks. If the data set
+    supports neither, every rank reads the whole stream.
 
     Args:
-        parts: number of parts; None for the number of files that the data set states, or `PARTS`.
+        parts: number of parts. With None, a data set with `shard` has one part per file that it states (at most 240),
+            or `PARTS` parts if it states no number of files.
         limit: largest number of samples of an epoch; each part yields an equal share, its first samples.
-        seed: seed of the random numbers with which a look at the data set is taken.
+        seed: seed of the random numbers while the first samples are inspected.
 
     Attributes:
         division: how the data set is divided; `none` if every rank reads the whole stream.
-        parts: number of parts; None if a part for each reading process is made, as for loader processes of torch.
+        parts: number of parts; None if each reading process has one part, as in torch's `DataLoader`.
         keeps_state: whether the data set has `state_dict` and `load_state_dict`.
         example: the first sample.
-        states: newest known state of each part: its epoch, its number of samples read, and its data set's state. They
+        states: newest known state of each part: epoch, number of samples read, and the state of its data set. States
             stay in memory when other ranks take over the part.
 
     Raises:
-        DataError: the data set cannot be iterated or is empty, or its parts have the same samples.
+        DataError: the data set cannot be iterated, is empty or cannot be divided, its parts begin with the same
+            samples, or its state cannot be saved as JSON.
     """
 
     def __init__(self, dataset: Any, *, parts: int | None, limit: int | None, seed: int) -> None:
@@ -70,7 +72,11 @@ class Stream(IterableDataset[Any]):
         self._refuse_own_iterator()
         first = self._look(1, 0, "none")
         if not first:
-            raise DataError("data.stream_without_samples", "{name} is empty: its stream has no samples", name=self.name)
+            raise DataError(
+                "data.stream_without_samples",
+                "{name} is empty: its iterator yields no samples. Check the files that it reads.",
+                name=self.name,
+            )
         self.example = first[0]
         self._divide(parts)
         if self.keeps_state:
@@ -83,7 +89,7 @@ class Stream(IterableDataset[Any]):
 
     @property
     def length(self) -> int | None:
-        """Number of samples that the data set states; None if it states none."""
+        """Stated number of samples, at most `limit`; None if the data set has no length."""
         try:
             samples = len(self.dataset)
         except (TypeError, NotImplementedError):
@@ -91,7 +97,7 @@ class Stream(IterableDataset[Any]):
         return samples if self.limit is None else min(samples, self.limit)
 
     def part(self, index: int, parts: int, epoch: int) -> Part:
-        """Return a part, with its own copy of the data set."""
+        """Return part `index` of `parts`, with its own copy of the data set."""
         division = self.division if parts > 1 else "none"
         own = apart(self.dataset)
         if hasattr(own, "set_epoch"):
@@ -104,7 +110,7 @@ class Stream(IterableDataset[Any]):
         return Part(own, index, parts, division, limit)
 
     def first(self, samples: int | None) -> Dataset[Any]:
-        """Read the first samples of the stream, or all of them, into memory."""
+        """Read the first samples of the stream into memory; all samples if `samples` is None."""
         kept = Kept(self._look(samples, 0, "none"))
         return kept if self.collate_fn is None else Collated(kept, self.collate_fn)
 
@@ -112,7 +118,7 @@ class Stream(IterableDataset[Any]):
         return iter(self.part(0, 1, 0))
 
     def _divide(self, parts: int | None) -> None:
-        """Find out how the data set is divided, by a look at its first samples."""
+        """Determine how the data set is divided, and compare the first samples of two parts."""
         files = next((n for n in ("num_shards", "n_shards") if isinstance(getattr(self.dataset, n, None), int)), None)
         stated = None if files is None else int(getattr(self.dataset, files))
         if callable(getattr(self.dataset, "shard", None)):
@@ -146,8 +152,8 @@ class Stream(IterableDataset[Any]):
         if one and one == other and len(set(one)) == _LOOKED_AT:
             raise DataError(
                 "data.parts_equal",
-                "the first two of {parts} parts of {name} begin with the same samples, so each sample would be trained "
-                "several times. {how} must return different samples for each index.",
+                "the first two of {parts} parts of {name} begin with the same samples, so the run would train on each "
+                "sample several times. {how} must return different samples for each index.",
                 parts=parts,
                 name=self.name,
                 how="shard(num_shards, index)"
@@ -187,7 +193,8 @@ class Stream(IterableDataset[Any]):
         except (TypeError, ValueError) as error:
             raise DataError(
                 "data.stream_state_invalid",
-                "the state_dict of {name} contains more than plain values (numbers, text, lists): {error}",
+                "the state_dict of {name} cannot be saved as JSON: {error}. Let it return only numbers, text, lists "
+                "and dicts.",
                 name=self.name,
                 error=error,
             ) from error
@@ -196,7 +203,7 @@ class Stream(IterableDataset[Any]):
 class Part:
     """One part of a stream, with its own copy of the data set.
 
-    While the copy is iterated, `get_worker_info` describes the part.
+    If the data set divides itself by `get_worker_info`, that function describes this part while the copy is iterated.
     """
 
     def __init__(self, dataset: Any, index: int, parts: int, division: Division, limit: int | None) -> None:
@@ -209,8 +216,8 @@ class Part:
         return self.after(0)
 
     def after(self, read: int) -> Iterator[Any]:
-        """Iterate a data set whose state was loaded after `read` samples."""
-        # a loader process has its own worker info, by which the data set would divide the part again
+        """Iterate a data set whose loaded state follows `read` samples; 0 without a state."""
+        # Without this, the worker info of a loader process would make the data set divide the part again.
         with _worker_info(self._info):
             samples = iter(self.dataset)
         left = None if self.limit is None else self.limit - read
@@ -242,9 +249,12 @@ class Kept(Dataset[Any]):
 
 
 def kept_whole(dataset: Any, limit: int | None = None) -> Dataset[Any]:
-    """Read an `IterableDataset` into memory, at most `limit` samples.
+    """Read at most `limit` samples of an `IterableDataset` into memory.
 
-    Other data sets are returned as they are.
+    Other data sets are returned unchanged.
+
+    Raises:
+        DataError: iterating the data set raised an exception.
     """
     if not isinstance(dataset, IterableDataset):
         return dataset  # type: ignore[no-any-return]
@@ -273,7 +283,7 @@ def iteration_error(name: str, error: Exception) -> DataError:
 
 
 def _shard(dataset: Any, index: int, parts: int) -> Any:
-    """Call `shard`, whose arguments are named as in Hugging Face's `datasets`, or are (index, count)."""
+    """Call `shard` with the keywords of Hugging Face's `datasets`, or with (index, count) if it lacks them."""
     try:
         names = set(inspect.signature(dataset.shard).parameters)
     except (TypeError, ValueError):
@@ -294,7 +304,7 @@ def _worker_info(info: Any) -> Iterator[None]:
 
 
 class _Noted:
-    """Worker info of a loader process that notes what a data set asks for."""
+    """Worker info that records which attributes a data set reads."""
 
     seed = 0
 

@@ -16,16 +16,17 @@ from paceline.job.loss_items import IGNORED
 from paceline.units import count, percent
 
 _MOST_TOKENS = 8192  # tokens of a sample that are turned into text
-_NEARLY_ALL = 0.98
+_NEARLY_ALL = 0.98  # share of the labels from which on a relation counts as found
 _BINS = 12
 Lengths = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
 class Stretch:
-    """Adjacent tokens of a sample with the same role.
+    """Adjacent tokens of a sample that belong together.
 
     Attributes:
+        text: the tokens as text.
         document: number of the document in the sample, from 1.
         counted: whether the loss counts the labels of these tokens.
     """
@@ -43,8 +44,8 @@ class Reading:
         stretches: the text without padding, at most `_MOST_TOKENS` tokens.
         tokens, padding: numbers of positions with and without a token.
         documents: lengths of the documents in tokens; empty if the batch has no `position_ids`.
-        counted: number of tokens whose label counts; None without labels for each token.
-        target: the labels as text, if they belong to other positions than the input; otherwise empty.
+        counted: number of tokens whose label counts; None if tokens have no labels of their own.
+        target: the labels as text if they are another sequence than the input; otherwise empty.
     """
 
     stretches: list[Stretch]
@@ -73,7 +74,7 @@ class Reading:
 
     @property
     def is_masked(self) -> bool:
-        """Return True if some labels do not count."""
+        """True if some labels do not count."""
         return any(not stretch.counted for stretch in self.stretches)
 
 
@@ -83,9 +84,9 @@ class TokenCounts:
 
     Attributes:
         positions, padding: numbers of all positions, and of those without a token.
-        labels: number of tokens with a label for each token; 0 without such labels.
-        counted: number of those labels that the loss counts.
-        without_target: number of samples of which no label counts.
+        labels: number of tokens that have a label of their own.
+        counted: number of these labels that the loss counts.
+        without_target: number of samples in which no label counts.
         lengths, documents: numbers of tokens of each sample, and of each document in it.
     """
 
@@ -202,7 +203,7 @@ class Bin(NamedTuple):
 
 
 def histogram(lengths: Lengths) -> list[Bin]:
-    """Count lengths in at most 12 equal ranges; empty if all are equal."""
+    """Count lengths in at most 12 ranges of equal width; empty if all are equal."""
     if not len(lengths) or lengths.min() == lengths.max():
         return []
     low, high = int(lengths.min()), int(lengths.max())
@@ -214,10 +215,13 @@ def histogram(lengths: Lengths) -> list[Bin]:
 
 
 class _Tokens(NamedTuple):
-    """Token ids of a batch, shape (samples, length), with what is known about each position.
+    """Token ids of a batch and properties of each position, all of shape (samples, length).
 
     Attributes:
-        starts: first token of each document; None if unknown.
+        ids: token ids.
+        padding: True at positions that hold no token.
+        labels: label of each token; None if the labels are of another shape.
+        starts: True at the first token of each document; None if unknown.
     """
 
     ids: Tensor
@@ -249,7 +253,7 @@ def _other_labels(columns: Mapping[str, Any], row: int) -> Tensor | None:
 
 
 def _padding(columns: Mapping[str, Any], ids: Tensor, labels: Tensor | None, tokenizer: Any) -> Tensor:
-    """Return which positions hold no token."""
+    """Return a mask of the positions that hold no token."""
     mask = columns.get("attention_mask")
     if isinstance(mask, Tensor) and mask.shape == ids.shape:
         return mask == 0
@@ -257,10 +261,10 @@ def _padding(columns: Mapping[str, Any], ids: Tensor, labels: Tensor | None, tok
     if pad is None:
         return torch.zeros_like(ids, dtype=torch.bool)
     fill = ids == pad if labels is None else (ids == pad) & (labels == IGNORED)
-    # positions from which the rest of the row is padding
+    # only positions after which the rest of the row is padding, too
     trailing: Tensor = fill.flip(1).int().cumprod(1).flip(1).bool()
     if pad == getattr(tokenizer, "end_token_id", None):
-        # the first of them ends the last document
+        # the first of these positions is the end token of the last document
         first = trailing & ~torch.nn.functional.pad(trailing, (1, 0))[:, :-1]
         trailing &= ~first
     return trailing
@@ -273,7 +277,7 @@ def _document_lengths(starts: Tensor, real: Tensor) -> Lengths:
 
 
 def _stretches(ids: Tensor, real: Tensor, counted: Tensor, starts: Tensor, tokenizer: Any) -> Iterator[Stretch]:
-    """Cut one row where its documents, its padding or its counted labels begin and end."""
+    """Split one row at the bounds of its documents, padding and counted labels."""
     ids, real, counted, starts = (column[:_MOST_TOKENS] for column in (ids, real, counted, starts))
     document = starts.int().cumsum(0)
     role = torch.stack([real.int(), counted.int(), document])

@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
 
 def build_mixture(spec: MixtureSpec, build: Callable[[Records | Tokens], DataSets]) -> DataSets:
-    """Open all sources; `build` opens one.
+    """Open all sources and combine them; `build` opens one source.
 
-    The validation set has the validation samples of all sources, and the test set likewise.
+    The validation set holds the validation samples of all sources, and the test set holds all their test samples.
     """
     sets = {name: build(source) for name, source in spec.sources.items()}
     train = MixedSamples(spec, {name: built.train for name, built in sets.items()})
@@ -35,20 +35,23 @@ def _joined(sets: list[Any]) -> Dataset[Any] | None:
     if len(sets) < 2:
         return sets[0] if sets else None
     joined: Any = ConcatDataset(sets)
-    # `Selection` reads single samples, because a source may collate its own batches
+    # `Selection` reads one sample at a time, because a source may collate its own batches
     return Selection(joined, np.arange(len(joined)))
 
 
 class MixedSamples(Dataset[Any]):
     """Samples of several sources in the proportions of their weights.
 
-    An epoch has as many samples as all sources together, each counted `repeat` times. Without weights, every sample is
-    therefore drawn `repeat` times per epoch.
+    The length of an epoch is the sum of the sizes of the sources, each multiplied by its `repeat`. Without weights,
+    every sample is therefore drawn `repeat` times per epoch.
 
     Attributes:
         names: names of the sources.
         sizes: number of samples of each source.
-        counts: numbers of the last batch for the record; see `ShardedSamples`.
+        counts: numbers about the last batch for the run's record; see `ShardedSamples`.
+
+    Raises:
+        DataError: a source has its own collate function.
     """
 
     def __init__(self, spec: MixtureSpec, sources: dict[str, Any]) -> None:
@@ -57,7 +60,7 @@ class MixedSamples(Dataset[Any]):
             if not isinstance(source, ShardedSamples):
                 raise DataError(
                     "data.source_has_collate",
-                    "data.sources.{name} has its own collate function. Give the mixture one: data.collate.",
+                    "data.sources.{name} has its own collate function. Set data.collate of the mixture instead.",
                     name=name,
                 )
         self.sizes = [len(source) for source in self.sources]
@@ -97,7 +100,11 @@ class MixedSamples(Dataset[Any]):
     def epoch_order(
         self, seed: int, epoch: int, batch: int, *, steps: int, shuffle: bool, part: tuple[int, int] | None = None
     ) -> Mixture:
-        """Return the order of the samples of an epoch."""
+        """Return the order of the samples of an epoch.
+
+        Raises:
+            DataError: `part` is given; a mixture cannot be divided by hosts.
+        """
         if part is not None:
             raise DataError(
                 "data.mixture_hierarchical",
@@ -118,14 +125,14 @@ class MixedSamples(Dataset[Any]):
         )
 
     def drawn(self, counts: Sequence[int]) -> dict[str, dict[str, float]]:
-        """Return each source's samples and epochs for the record, from the numbers of drawn samples."""
+        """Convert the number of drawn samples of each source to samples and epochs, by name."""
         named = zip(self.names, self.sizes, counts, strict=True)
         return {name: {"samples": count, "epochs": round(count / size, 4)} for name, size, count in named}
 
     def fetch(self, shard: int) -> None:
         """Make a shard local.
 
-        The shards of a source are numbered after the shards of the sources before it.
+        Shards are numbered across all sources, in the order of the sources.
         """
         source, own = self._of_source(shard)
         source.fetch(own)
@@ -142,7 +149,7 @@ class MixedSamples(Dataset[Any]):
 
     @property
     def packed(self) -> bool:
-        """True if the sequences of a source hold several documents."""
+        """True if the sequences of any source hold several documents."""
         return any(getattr(source, "packed", False) for source in self.sources)
 
     @property

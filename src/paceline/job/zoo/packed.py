@@ -1,8 +1,8 @@
 """Attention within the documents of packed sequences.
 
-A packed sequence holds several documents. Its `position_ids` start again at 0 with each document, and a token may
-attend only to tokens of its own document. torch's attention for sequences of variable length computes only these pairs
-of tokens, on GPUs in half precision. Elsewhere, a mask excludes all other pairs.
+A packed sequence holds several documents. Its `position_ids` restart at 0 with each document, and a token may attend
+only to tokens of its own document. On GPUs in half precision, `torch.nn.attention.varlen` computes only these pairs of
+tokens. Elsewhere, a mask excludes all other pairs.
 """
 
 from __future__ import annotations
@@ -19,12 +19,14 @@ def attend(query: Tensor, key: Tensor, value: Tensor, within: Tensor | None, dro
     """Compute causal attention, confined to documents if `within` is given.
 
     Args:
-        query: queries, shape (n, heads, t, size); `key` and `value` have the same shape.
-        within: the documents, from `causal_documents`; None if each sequence is one document.
+        query: queries, shape (n, heads, t, size).
+        key: keys, same shape as `query`.
+        value: values, same shape as `query`.
+        within: the documents, as returned by `causal_documents`; None if each sequence is one document.
         dropout: probability of dropping an attention weight.
 
     Returns:
-        Mixed values, shape (n, heads, t, size).
+        Weighted sums of the values, shape (n, heads, t, size).
     """
     if within is None:
         return F.scaled_dot_product_attention(query, key, value, is_causal=True, dropout_p=dropout)
@@ -34,24 +36,24 @@ def attend(query: Tensor, key: Tensor, value: Tensor, within: Tensor | None, dro
 
     n, heads, t, size = query.shape
     query, key, value = (x.transpose(1, 2).reshape(n * t, heads, size) for x in (query, key, value))
-    # the kernel needs only an upper bound of the lengths, so the host does not wait for the longest document
+    # `t` bounds the lengths, so the host need not wait for the device to compute the longest document
     mixed = varlen_attn(query, key, value, within, within, t, t, window_size=(-1, 0))
     assert isinstance(mixed, Tensor)
     return mixed.view(n, t, heads, size).transpose(1, 2)
 
 
 def causal_documents(documents: Tensor, x: Tensor, heads: int, dropout: float) -> Tensor:
-    """Prepare the documents for all calls of `attend` in a forward pass.
+    """Prepare the argument `within` for all calls of `attend` in a forward pass.
 
     Args:
-        documents: number of each token's document, from `numbered`, shape (n, t).
+        documents: number of each token's document, as returned by `numbered`, shape (n, t).
         x: activations before the first attention, shape (n, t, hidden).
         heads: number of attention heads.
         dropout: probability of dropping an attention weight in this forward pass.
 
     Returns:
-        First tokens of the documents and the end of the last document, shape (documents + 1,), if `attend` can use
-        torch's attention for sequences of variable length. Otherwise a mask, shape (n, 1, t, t), to add to the scores.
+        If `attend` can use `torch.nn.attention.varlen`: cumulative lengths of the documents, beginning with 0, int32,
+        shape (documents + 1,). Otherwise: a mask to add to the scores, shape (n, 1, t, t).
     """
     kind = x.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
@@ -66,7 +68,7 @@ def causal_documents(documents: Tensor, x: Tensor, heads: int, dropout: float) -
 
 
 def numbered(position_ids: Tensor) -> Tensor:
-    """Number the documents of packed sequences, counted through the whole batch.
+    """Number the documents of packed sequences across the whole batch.
 
     A document begins where a position is not larger than the position before it.
 
@@ -74,7 +76,7 @@ def numbered(position_ids: Tensor) -> Tensor:
         position_ids: position of each token in its document, shape (n, t).
 
     Returns:
-        Number of each token's document, shape (n, t). The numbers increase, and rows have no number in common.
+        Number of each token's document, shape (n, t). Numbers increase within a row, and no two rows share a number.
     """
     n, t = position_ids.shape
     begins = F.pad(position_ids[:, 1:] <= position_ids[:, :-1], (1, 0))
@@ -88,10 +90,10 @@ def lengths(documents: Tensor) -> Tensor:
 
 
 def has_variable_lengths(x: Tensor, dtype: torch.dtype, size: int) -> bool:
-    """Return True if torch's attention for sequences of variable length can be used."""
+    """Return True if `torch.nn.attention.varlen` supports the device, the dtype and the head size."""
     if x.device.type != "cuda" or not on_accelerator(x) or dtype not in (torch.float16, torch.bfloat16):
         return False
-    # the number of documents depends on values, which a compiled model or a tensor without values cannot have
+    # The shape of the cumulative lengths depends on values, which are unknown while compiling and on the meta device.
     if torch.compiler.is_compiling() or without_values(x) or size % 8 or size > 256:
         return False
     is_built = torch.backends.cuda.is_flash_attention_available()

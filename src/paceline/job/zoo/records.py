@@ -1,4 +1,4 @@
-"""Data sets of rows in files: how they are split, and how rows become samples."""
+"""Data sets of rows in files: splits, and the conversion of rows to samples."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _MOST_DAMAGED = 100  # damaged samples in a row after which a data set counts as
 
 
 def build_records(spec: Records, input_shape: tuple[int, ...] | None, seed: int) -> DataSets:
-    """Open the files of `kind: records`; nothing is read but their indexes and one row.
+    """Open the files of `kind: records`. Only their indexes and one row are read.
 
     Raises:
         DataError: there are no files, the files have different formats, a shard is damaged, or the first row has no
@@ -46,7 +46,12 @@ def build_records(spec: Records, input_shape: tuple[int, ...] | None, seed: int)
 def sharded_sets(
     spec: FileSpec, samples_of: Callable[[Corpus, Spans], ShardedSamples], form: RowForm | None = None
 ) -> DataSets:
-    """Open the corpora of a spec, and return the sets that it defines."""
+    """Open the files of a spec, and return its training, validation and test sets.
+
+    Args:
+        samples_of: function that creates the samples for a part of a corpus.
+        form: conversion of rows, which receives the names of the classes of the training files.
+    """
     corpus = opened(spec, spec.path)
     if form is not None:
         form.classes = getattr(corpus, "classes", None)
@@ -75,7 +80,12 @@ def host_files(spec: FileSpec) -> HostFiles:
 
 
 class Spans(NamedTuple):
-    """A contiguous part of each shard: its first row and its number of rows."""
+    """A contiguous range of rows in each shard.
+
+    Attributes:
+        firsts: number in the corpus of the range's first row, shape (shards,).
+        counts: number of rows, shape (shards,).
+    """
 
     firsts: Ints
     counts: Ints
@@ -88,10 +98,13 @@ class Spans(NamedTuple):
 
 
 def divided(corpus: Corpus, spec: SplitSpec, *, has_held_out: bool) -> tuple[Spans, Spans | None, Spans | None]:
-    """Divide every shard into rows for training, validation and the test.
+    """Divide every shard into rows for training, test and validation, in this order.
 
-    The validation rows are the last rows of each shard, in proportion to its rows; the test rows precede them. The
-    validation set therefore covers all shards, and no list of rows is kept in memory.
+    The validation rows are the last rows of each shard, in proportion to its size. The validation set therefore covers
+    all shards, and no list of rows is kept in memory.
+
+    Returns:
+        The rows for training, validation and test; None for a set that takes no rows.
     """
     firsts, counts = Spans.first(corpus, spec.limit)
     rows = int(counts.sum())
@@ -122,15 +135,16 @@ class ShardedSamples(Dataset[Any]):
 
     Attributes:
         ahead_bytes: size of the shards that a rank fetches ahead.
-        counts: numbers of the last batch for the record: with `on_bad_shard: skip`, `replaced` is the number of damaged
-            samples that other samples replaced.
+        starts: number of the first sample of each shard, and the number of samples, int64, shape (shards + 1,).
+        window: number of samples that are shuffled together.
+        counts: numbers about the last batch for the run's record. With `on_bad_shard: skip`, `replaced` is the number
+            of damaged samples that were replaced by other samples.
     """
 
     def __init__(self, corpus: Corpus, spans: Spans, spec: FileSpec) -> None:
         self.corpus, self.window, self._skips = corpus, spec.shuffle_window, spec.on_bad_shard == "skip"
         self.ahead_bytes = int(spec.cache_gb * 2**30) // _AHEAD_SHARE
         self._firsts = spans.firsts
-        # first sample of each shard, and the number of samples
         self.starts: Ints = np.concatenate(([0], np.cumsum(spans.counts))).astype(np.int64)
         self.counts: dict[str, int] = {}
 
@@ -151,7 +165,7 @@ class ShardedSamples(Dataset[Any]):
         return self.sample(self.corpus.row(row), Where(self.corpus, row))
 
     def sample(self, row: dict[str, Any], where: Where) -> Any:
-        """Turn a row into a sample; errors name `where`."""
+        """Convert a row to a sample; errors name `where`."""
         raise NotImplementedError
 
     def batch(self, samples: list[Any]) -> Any:
@@ -161,7 +175,7 @@ class ShardedSamples(Dataset[Any]):
     def epoch_order(
         self, seed: int, epoch: int, batch: int, *, steps: int, shuffle: bool, part: tuple[int, int] | None = None
     ) -> Order:
-        """Return the order of an epoch; see `ShardOrder`."""
+        """Return the order of an epoch; see `ShardOrder` in `job/partition.py`."""
         starts = self.starts
         if part is not None:
             starts = np.clip(starts, *part) - part[0]
@@ -194,14 +208,14 @@ class ShardedSamples(Dataset[Any]):
                 if attempt + 1 == tries:
                     raise DataError(
                         "data.row_unreadable",
-                        "{shard}: {reason}. Restore this file, or set data.on_bad_shard: skip to train without what "
+                        "{shard}: {reason}. Restore this file, or set data.on_bad_shard: skip to replace samples that "
                         "cannot be read.",
                         shard=f"{damage.shard}{'' if damage.row is None else f', row {damage.row}'}",
                         reason=damage.reason,
                     ) from damage
             if not attempt:
                 self.counts["replaced"] = self.counts.get("replaced", 0) + 1
-            # a fixed stride leads to other shards soon, and is the same on every rank
+            # a fixed stride soon reaches another shard, and is the same on every rank
             index = (index + len(self) // 7 + 1) % len(self)
         raise AssertionError
 
@@ -219,7 +233,7 @@ class RecordSamples(ShardedSamples):
         return self.form.sample(row, where)
 
     def batch(self, samples: list[Any]) -> Any:
-        """Return the samples, or a normalized batch if they are images."""
+        """Return the samples, or one normalized batch if they are images with labels."""
         return self.form.batch(samples)
 
 
@@ -236,7 +250,15 @@ class RowForm:
         self.classes: list[str] | None = None
 
     def sample(self, row: dict[str, Any], where: Where) -> Any:
-        """Return the sample of a row; errors name `where`."""
+        """Convert a row to a sample; errors name `where`.
+
+        Returns:
+            The result of `map`, (inputs …, target), or a dict of all columns whose names do not begin with `__`.
+
+        Raises:
+            DataError: a column is missing, or its values cannot become tensors.
+            Damaged: an image cannot be decoded.
+        """
         if self._columns is not None:
             row = {name: _column(row, column, where) for name, column in self._columns.items()}
         if self._map is not None:
@@ -300,12 +322,12 @@ class RowForm:
 
 
 class Pixels(NamedTuple):
-    """Bytes of a decoded image, shape (channels, height, width), that are normalized batch by batch."""
+    """A decoded image as uint8, shape (channels, height, width); batches are normalized as a whole."""
 
     values: np.ndarray[Any, np.dtype[np.uint8]]
 
     def normalised(self) -> Tensor:
-        """Return the image as floats."""
+        """Return the image as normalized floats, shape (channels, height, width)."""
         image: Tensor = Normalise(*PHOTO[self.values.shape[0]], self.values.shape[1:])(
             torch.from_numpy(self.values[None].copy())
         )[0]
@@ -333,7 +355,7 @@ def _column(row: Mapping[str, Any], name: str, where: Where) -> Any:
 
 
 def changed_shards(before: Sequence[Mapping[str, Any]], now: Sequence[Shard]) -> str | None:
-    """Describe which shards have changed since `before`; None if there are none."""
+    """Describe which shards have changed since `before`; return None if no shard has."""
     then = {str(shard["name"]): (shard["size"], shard["rows"], shard["digest"]) for shard in before}
     here = {shard.name: (shard.size, shard.rows, shard.digest) for shard in now}
     problems = [

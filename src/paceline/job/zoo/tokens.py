@@ -44,7 +44,7 @@ _LINE_EVERY_S = 10.0  # between lines of progress
 
 
 def build_tokens(spec: Tokens, seed: int) -> DataSets:
-    """Open text or folders of tokens; nothing is read but their indexes and one document.
+    """Open text or folders of tokens. Only their indexes and one document are read.
 
     Raises:
         DataError: the files or the tokenizer cannot be used, or the tokenizer has no token that the objective needs.
@@ -62,9 +62,10 @@ def build_tokens(spec: Tokens, seed: int) -> DataSets:
 
 
 def convert_text(spec: Tokens, tokenizer: Tokenizer | None = None) -> Tokens:
-    """Convert text to tokens, into the cache, if `pack` needs that.
+    """Convert text to a folder of tokens in the cache, if `pack` is set.
 
-    Returns a spec that names the result.
+    Returns:
+        A spec that names the folders of tokens; `spec` itself if nothing has to be converted.
 
     Raises:
         DataError: the spec has no tokenizer, or names both text and folders of tokens; see also `tokenize`.
@@ -127,7 +128,7 @@ def _is_folder(place: str) -> bool:
 
 
 class Ids(Protocol):
-    """What sequences need to know of a tokenizer, or of a folder of tokens."""
+    """Ids that a `SequenceForm` needs from a tokenizer or a folder of tokens."""
 
     @property
     def vocab_size(self) -> int: ...
@@ -143,7 +144,7 @@ class Folders:
     """The folders of tokens that a spec names: descriptions and lengths of documents.
 
     Attributes:
-        first: description of one of the folders.
+        first: description of the folder that `path` names first.
     """
 
     def __init__(self, spec: Tokens, tokenizer: Tokenizer | None) -> None:
@@ -176,8 +177,8 @@ class Folders:
             elif self._known and about.tokenizer_sha256 != self.first.tokenizer_sha256:
                 raise DataError(
                     "data.folders_differ",
-                    "{folder} was made with the tokenizer {tokenizer}, but other folders of this data with {other}. "
-                    "Convert all text with one tokenizer.",
+                    "{folder} was made with the tokenizer {tokenizer}, but other folders of this data were made with "
+                    "{other}. Convert all text with one tokenizer.",
                     folder=folder,
                     tokenizer=about.tokenizer,
                     other=self.first.tokenizer,
@@ -215,8 +216,8 @@ class Excerpt(NamedTuple):
     """Tokens of a document that a sample holds.
 
     Attributes:
-        tokens: the tokens, and the token after them if the document has one.
-        length: number of tokens without that next token.
+        tokens: the tokens, followed by the next token of the document if there is one; int32.
+        length: number of tokens without this next token.
     """
 
     tokens: NDArray[np.int32]
@@ -226,9 +227,10 @@ class Excerpt(NamedTuple):
 class SequenceForm:
     """Conversion of excerpts of documents to a sample of `context` positions.
 
-    A causal sample is `(input, target)`, in which the target is the next token. A packed one is a dict of `input_ids`,
-    `position_ids` and `labels`. The last token of a document has no next token, so its label is -100, like those of
-    padding. A masked sample is a dict; without packing, `attention_mask` excludes the padding.
+    All tensors are int64, shape (context,). A causal sample is `(input, target)`, in which the target is the next
+    token. A packed sample, causal or masked, is a dict of `input_ids`, `position_ids` and `labels`. A masked sample
+    without packing is a dict of `input_ids`, `labels` and `attention_mask`, which excludes the padding. The last token
+    of a document has no next token, so its causal label is -100, as for padding.
     """
 
     def __init__(self, spec: Tokens, ids: Ids, seed: int) -> None:
@@ -249,7 +251,12 @@ class SequenceForm:
         self._positions = np.arange(spec.context)
 
     def sample(self, excerpts: Sequence[Excerpt], index: int, counts: dict[str, int]) -> Any:
-        """Return a sample, and add its numbers of tokens to `counts`."""
+        """Return a sample, and add its numbers of tokens to `counts`.
+
+        Args:
+            index: number of the sample, which selects the hidden tokens of a masked sample.
+            counts: receives `tokens` (labels that count), `padding` and `positions`.
+        """
         context = self.context
         ids, labels = np.full(context, self.pad, np.int64), np.full(context, IGNORED, np.int64)
         positions = np.empty(context, np.int64)
@@ -281,7 +288,7 @@ class SequenceForm:
 
 
 class _Sequences(ShardedSamples):
-    """Samples that `SequenceForm` makes.
+    """Samples that a `SequenceForm` creates.
 
     Attributes:
         packed: whether a sample may hold several documents.
@@ -294,7 +301,7 @@ class _Sequences(ShardedSamples):
         self.form, self.packed = form, form.packed
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch, which determines the tokens that are hidden."""
+        """Set the epoch, which determines the hidden tokens of masked samples."""
         self.form.epoch = epoch
 
 
@@ -310,7 +317,7 @@ class TextSamples(_Sequences):
         self.tokenizer, self._column = tokenizer, spec.column
 
     def read(self, index: int, shard: int) -> Any:
-        """Read a document as a sample; count the tokens that are cut off."""
+        """Read a document as a sample; `counts` receives the number of tokens cut off (`cut`)."""
         row = int(self._firsts[shard] + index - self.starts[shard])
         tokens = self.tokenizer.encode(text_of(self.corpus.row(row), self._column, Where(self.corpus, row)))
         most = self.form.context + self.form.causal
@@ -326,7 +333,7 @@ class TextSamples(_Sequences):
 
 
 class TokenSamples(_Sequences):
-    """Documents of folders of tokens, in pieces that are packed or one by one.
+    """Documents of folders of tokens; a sample is one piece, or several packed pieces.
 
     Attributes:
         tokenizer: the tokenizer, to show samples as text; None if the spec does not name it.
@@ -363,7 +370,7 @@ class TokenSamples(_Sequences):
         if len(tokens) < length:
             where = Where(self.corpus, row)
             raise Damaged(str(where), None, "the document has fewer tokens than lengths.npy states")
-        # negative numbers are large ones without a sign
+        # read as unsigned, negative numbers are too large as well
         largest = int(tokens.view(np.uint32).max())
         if largest >= self.form.vocab_size:
             raise DataError(
