@@ -126,6 +126,50 @@ def test_a_damaged_image_is_named_or_replaced(tmp_path: Path) -> None:
     assert train.counts == {"replaced": 1}
 
 
+@pytest.mark.parametrize("key", ["held_out_path", "test"])
+def test_images_of_other_folders_keep_the_labels_of_the_training_classes(key: str, tmp_path: Path) -> None:
+    train, other = pictures(tmp_path / "train", "abc"), pictures(tmp_path / "other", "bc")
+    sets = built(path=str(train), shape=[3, 8, 8], **{key: str(other)})
+    found: Any = sets.held_out if key == "held_out_path" else sets.test
+    assert [label for _, label in found] == [1, 2]
+    with raises(DataError, "data.class_unknown", name="d"):
+        built(path=str(train), shape=[3, 8, 8], **{key: str(pictures(tmp_path / "more", "d"))})
+
+
+def test_sources_whose_labels_mean_different_classes_are_refused(tmp_path: Path) -> None:
+    first, second = (
+        {"kind": "records", "path": str(pictures(tmp_path / classes, classes)), "shape": [3, 8, 8], "held_out": 0}
+        for classes in ("abc", "bc")
+    )
+    with raises(DataError, "data.classes_of_sources_differ", first="first", second="second"):
+        built(kind="mixture", sources={"first": first, "second": second})
+
+
+def test_images_of_sources_are_normalised_also_one_by_one(tmp_path: Path) -> None:
+    folder = str(pictures(tmp_path / "all", "abc"))
+    plain = {"kind": "records", "path": folder, "shape": [3, 8, 8], "held_out": 0.3}
+    (tmp_path / "mine.py").write_text("import torch\ndef sample(row):\n    return torch.zeros(3, 8, 8), row['label']\n")
+    mapped = {"kind": "records", "path": folder, "map": f"{tmp_path / 'mine.py'}:sample", "held_out": 0.3}
+    alone: Any = built(path=folder, shape=[3, 8, 8]).train
+    for sources in ({"a": plain, "b": mapped}, {"b": mapped, "a": plain}):
+        sets = built(kind="mixture", sources=sources)
+        for dataset in (sets.train, sets.held_out):
+            samples: Any = dataset
+            images, _ = default_collate([samples[n] for n in range(len(samples))])
+            batch = samples.__getitems__(list(range(len(samples))))
+            together, _ = default_collate(batch) if isinstance(batch, list) else batch
+            assert torch.equal(images, together)
+            assert images.dtype == torch.float32
+    assert torch.equal(alone[0][0], alone.__getitems__([0])[0][0])
+
+
+def pictures(folder: Path, classes: str) -> Path:
+    for number, name in enumerate(classes):
+        (folder / name).mkdir(parents=True)
+        Image.new("RGB", (10, 12), (40 * number, 90, 200)).save(folder / name / "one.png")
+    return folder
+
+
 def test_samples_collate_with_torchs_own_function(tmp_path: Path) -> None:
     file = jsonl(tmp_path / "a.jsonl", [{"x": [1.0, 2.0], "labels": n} for n in range(4)])
     train: Any = built(path=str(file)).train
@@ -141,6 +185,11 @@ def test_a_mixture_needs_its_names(tmp_path: Path) -> None:
             built(kind="mixture", sources={"a": source}, **keys)
     with raises(JobError, "data.weights_zero"):
         built(kind="mixture", sources={"a": source}, weights={"a": 0})
+    for key, value in {"held_out": 0.5, "test": 0.1, "limit": 3}.items():
+        with raises(JobError, "data.key_of_sources", key=key):
+            built(kind="mixture", sources={"a": source}, **{key: value})
+    with raises(JobError, "data.mixture_of_other_source"):
+        built(kind="mixture", sources={"a": source}, test=source["path"])
 
 
 def test_a_cache_that_is_too_small_for_an_epoch_loses_no_sample(tmp_path: Path) -> None:

@@ -83,6 +83,7 @@ class Corpus:
         cache: HostFiles,
         on_bad_shard: Literal["stop", "skip"] = "stop",
         workers: int | None = None,
+        classes: tuple[str, ...] = (),
     ) -> Corpus:
         """List and index the files of a data set.
 
@@ -100,6 +101,8 @@ class Corpus:
             StorageError: a store cannot be read.
         """
         listing = list_files(paths, format)
+        if classes and listing.labels is not None:
+            listing = listing.with_classes(classes)
         left_out: list[tuple[str, str]] = []
         if listing.labels is not None:
             # Each image is one row. Reading a million of them for a digest would take minutes.

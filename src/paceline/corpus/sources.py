@@ -8,7 +8,7 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
 from typing import Any, overload
@@ -79,6 +79,25 @@ class Listing:
     rows: NDArray[np.int64]
     labels: NDArray[np.int32] | None = None
     classes: tuple[str, ...] = ()
+
+    def with_classes(self, classes: tuple[str, ...]) -> Listing:
+        """Return the listing with labels that are positions in other `classes`.
+
+        Raises:
+            DataError: the class of an image is not in `classes`.
+        """
+        assert self.labels is not None
+        if unknown := [name for name in self.classes if name not in classes]:
+            first = self.names[int(np.argmax(self.labels == self.classes.index(unknown[0])))]
+            raise DataError(
+                "data.class_unknown",
+                "{folder}: class {name!r} is not among the training classes: {classes}",
+                folder=os.path.dirname(first),
+                name=unknown[0],
+                classes=list(classes),
+            )
+        numbers = np.array([classes.index(name) for name in self.classes], np.int32)
+        return replace(self, labels=numbers[self.labels], classes=classes)
 
 
 def list_files(paths: Sequence[str], format_name: str | None) -> Listing:

@@ -385,7 +385,27 @@ class Mixture(_Data):
         steps = [stage.step for stage in self.schedule]
         if sorted(set(steps)) != steps:
             raise InvalidValue("data.schedule_order", "the steps of data.schedule must increase")
+        for key in ("held_out", "test", "limit"):
+            if getattr(self, key) not in (type(self).model_fields[key].default, 0):
+                raise InvalidValue(
+                    "data.key_of_sources",
+                    "a mixture has no {key} of its own. Set {key} in its sources.",
+                    key=key,
+                )
         return self
+
+    @property
+    def keeps_no_validation_set(self) -> bool:
+        """Return True if no source has a validation set."""
+        return all(source.keeps_no_validation_set for source in self.sources.values())
+
+    @classmethod
+    def resolved(cls, source: str, context: Mapping[str, Any] | None = None) -> str:
+        """Refuse other sources, because the files of a mixture are those of its sources."""
+        raise InvalidValue(
+            "data.mixture_of_other_source",
+            "a mixture has only the sets of its sources. Set test in the sources, or choose train, held_out or test.",
+        )
 
 
 class _Made(_Data):

@@ -12,7 +12,7 @@ from torch.utils.data import ConcatDataset, Dataset
 from paceline.corpus.order import Mixture
 from paceline.errors import DataError
 from paceline.job.samples import DataSets, Selection
-from paceline.job.zoo.records import ShardedSamples
+from paceline.job.zoo.records import RecordSamples, ShardedSamples
 
 if TYPE_CHECKING:
     from paceline.job.data import Mixture as MixtureSpec
@@ -63,6 +63,7 @@ class MixedSamples(Dataset[Any]):
                     "data.sources.{name} has its own collate function. Set data.collate of the mixture instead.",
                     name=name,
                 )
+        _check_classes({name: source for name, source in sources.items() if isinstance(source, RecordSamples)})
         self.sizes = [len(source) for source in self.sources]
         drawn = [size * spec.repeat.get(name, 1) for name, size in zip(self.names, self.sizes, strict=True)]
         self._length = round(sum(drawn))
@@ -164,3 +165,20 @@ class MixedSamples(Dataset[Any]):
 
     def _in_order(self, weights: dict[str, float]) -> Sequence[float]:
         return [weights.get(name, 0.0) for name in self.names]
+
+
+def _check_classes(sources: dict[str, RecordSamples]) -> None:
+    """Refuse folders of images whose labels mean different classes."""
+    known = {name: tuple(s.classes) for name, s in sources.items() if s.classes and not s.form.has_map}
+    for name, classes in known.items():
+        first = next(iter(known))
+        if classes != known[first]:
+            raise DataError(
+                "data.classes_of_sources_differ",
+                "data.sources: {first} has the classes {classes}, but {second} has {others}, so equal labels would "
+                "mean different classes. Give each source a folder for every class, or set the labels with map.",
+                first=first,
+                second=name,
+                classes=list(known[first]),
+                others=list(classes),
+            )

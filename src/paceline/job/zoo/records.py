@@ -59,19 +59,19 @@ def sharded_sets(
     train, held_out, test = (None if part is None else samples_of(corpus, part) for part in parts)
     assert train is not None
     if spec.held_out_path is not None:
-        own = opened(spec, spec.held_out_path)
+        own = opened(spec, spec.held_out_path, corpus.classes)
         held_out = samples_of(own, Spans.first(own, spec.limit))
     if isinstance(spec.test, str):
-        own = opened(spec, (spec.test,))
+        own = opened(spec, (spec.test,), corpus.classes)
         test = samples_of(own, Spans.first(own, spec.limit))
     train[0]  # a row without the named column is reported here, not after the ranks have started
     return DataSets(train, held_out, test=test)
 
 
-def opened(spec: FileSpec, paths: Sequence[Path | str]) -> Corpus:
-    """Open the corpus of these paths, with the cache of this user."""
-    named = [str(path) for path in paths]
-    return Corpus.open(named, format=spec.format, cache=host_files(spec), on_bad_shard=spec.on_bad_shard)
+def opened(spec: FileSpec, paths: Sequence[Path | str], classes: tuple[str, ...] = ()) -> Corpus:
+    """Open the corpus of these paths; labels of images are positions in `classes`."""
+    named, cache = [str(path) for path in paths], host_files(spec)
+    return Corpus.open(named, format=spec.format, cache=cache, on_bad_shard=spec.on_bad_shard, classes=classes)
 
 
 def host_files(spec: FileSpec) -> HostFiles:
@@ -232,6 +232,9 @@ class RecordSamples(ShardedSamples):
         """Select, transform and convert the columns of a row."""
         return self.form.sample(row, where)
 
+    def __getitem__(self, index: int) -> Any:
+        return self.form.normalised(super().__getitem__(index))
+
     def batch(self, samples: list[Any]) -> Any:
         """Return the samples, or one normalized batch if they are images with labels."""
         return self.form.batch(samples)
@@ -275,10 +278,19 @@ class RowForm:
         """Collate images and their labels; return other samples unchanged."""
         first = samples[0]
         if not (self._map is None and isinstance(first, tuple) and len(first) == 2 and isinstance(first[0], Pixels)):
-            return [_plain(sample) for sample in samples] if self._map is None else samples
+            return [self.normalised(sample) for sample in samples]
         images = np.stack([sample[0].values for sample in samples])
         targets = torch.utils.data.default_collate([sample[1] for sample in samples])
         return Normalise(*PHOTO[images.shape[1]], images.shape[2:])(torch.from_numpy(images)), targets
+
+    @property
+    def has_map(self) -> bool:
+        """True if a function of the user makes the samples."""
+        return self._map is not None
+
+    def normalised(self, sample: Any) -> Any:
+        """Return a sample whose images are floats, unless the user's `map` made it."""
+        return sample if self._map is not None else _plain(sample)
 
     def _value(self, value: Any, name: str, where: Where) -> Any:
         if isinstance(value, (bytes, bytearray, memoryview)) or hasattr(value, "convert"):
