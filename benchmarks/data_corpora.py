@@ -1,6 +1,6 @@
-"""Corpora of `data.py`: text of the standard library, its tokens, images of drawn noise, and millions of tiny rows.
+"""Corpora of `data.py`: text of the standard library, its tokens, images of random noise, and millions of tiny rows.
 
-Every corpus depends only on the numbers that it is made with. A corpus that exists is not made again.
+The content of a corpus depends only on the arguments of its function. An existing corpus is not written again.
 """
 
 from __future__ import annotations

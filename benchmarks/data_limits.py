@@ -1,4 +1,4 @@
-"""Packed sequences against padded ones, and the cost of a corpus of 10 TB; parts of `data.py`."""
+"""Packed compared with padded sequences, and the cost of a corpus of 10 TB; parts of `data.py`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Order, position and memory of paceline's loader under kills and resizes; parts of `data.py`."""
+"""Order, position and memory of paceline's loader if ranks are killed or resized; parts of `data.py`."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ def run_held(folder: Path, seed: int) -> bool:
 
 
 def memory_measured(folder: Path, quick: bool) -> dict[str, float]:
-    """Return by how many MB the process grows over a million steps."""
+    """Return the growth of the process's memory over a million steps, in MB."""
     torch.set_num_threads(1)
     steps = QUICK_MEMORY_STEPS if quick else MEMORY_STEPS
     source = corpora.tiny_rows(folder, 200_000 if quick else 2_000_000, shards=64)

@@ -1,10 +1,10 @@
-"""A loader of another system, as its documentation recommends and tuned; run by the peers' interpreter.
+"""The loader of another system, set up as its documentation recommends; run by the peers' interpreter.
 
     PYTHON benchmarks/data_peers.py SYSTEM TASK    (started by data.py)
 
 Each system reads the records in the format that its documentation recommends, which is written once and not timed.
-All systems decode and collate with the same functions, in their loader processes. Pillow decodes the images: the
-decoder of torchvision, which litdata would take, is built for CUDA alone.
+All systems decode and collate with the same functions, in their loader processes. Pillow decodes the images, because
+the decoder of torchvision, which litdata prefers, is built for CUDA only.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Reading from an object store: bytes that each rank fetches, and waiting; parts of `data.py`.
 
-The store is moto's S3 in a process of its own, behind a proxy in another one, which delays requests, lets some of them
-fail, and counts the bytes that it sends.
+The store is moto's S3 in its own process, behind a proxy in another process. The proxy delays requests, makes some of
+them fail, and counts the bytes that it sends.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def waiting_measured(folder: Path, quick: bool) -> dict[str, float]:
 
 
 def bytes_measured(folder: Path, quick: bool) -> dict[str, float]:
-    """Return the bytes that a rank fetches over an epoch, over its share of the corpus: the worst of 1 to 8 ranks.
+    """Return a rank's fetched bytes in an epoch / its share of the corpus: the worst of 1 to 8 ranks.
 
     A rank's share is that of its samples. Each rank has a cache of its own, as if it were alone on its host.
     """

@@ -72,7 +72,7 @@ class Loading:
 
 
 def serve(open_loader: Callable[[], Loading], prepare: Callable[[], None]) -> None:
-    """Answer the questions on standard input: each is a line of JSON, and so is each answer."""
+    """Answer requests on standard input; each request and each answer is one line of JSON."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # some libraries print to standard output
 

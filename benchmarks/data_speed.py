@@ -19,7 +19,7 @@ from paceline_lab.systems.system import System
 
 OURS, PEERS = "paceline", ("streaming", "litdata", "webdataset", "grain", "datasets")
 WORKERS = (1, 2)
-SKIPPED = 16  # batches at the start of an epoch, which loaders may have read before the epoch was asked for
+SKIPPED = 16  # batches at the start of an epoch, which loaders may have read before the epoch was requested
 ROUNDS, QUICK_ROUNDS = 9, 3
 SEED = 1
 LONGEST = 700  # characters of a document, so that its tokens fit into the context

@@ -1,7 +1,7 @@
-"""Losses of packed documents beside those of the same documents, padded to one sequence each.
+"""Losses of packed documents compared with losses of the same documents, padded to one sequence each.
 
-Both jobs train on all documents in every step, in float64. Their losses agree if no document influences another one.
-The losses after the first step also depend on the gradients.
+Both jobs train on all documents in every step, in float64. Their losses are equal if no document influences another
+document. The losses after the first step also depend on the gradients.
 """
 
 from __future__ import annotations

@@ -29,14 +29,14 @@ from paceline.job.partition import Partition, Place
 from paceline.job.samples import digest_of, in_users_data
 from paceline.own_random import kept_random
 
-_LOOKED_AHEAD_EVERY = 16  # steps between looks at the shards that are read next
+_LOOKED_AHEAD_EVERY = 16  # steps between updates of the list of shards to fetch ahead
 
 
 class Position(NamedTuple):
     """Epoch and step of a batch (both 0-based), and its number of samples.
 
-    `local` is the number of samples on this replica; `total` is the number on all replicas. `counts` are further
-    numbers of this replica's batch, by name, such as `replaced` samples.
+    `local` is the number of samples on this replica; `total` is the number on all replicas. `counts` holds further
+    numbers about this replica's batch by name, such as the number of `replaced` samples.
     """
 
     epoch: int
@@ -85,8 +85,8 @@ class Loader:
         begins_anew: bool = False,
         retry_s: float = 0.0,
     ) -> None:
-        # `workers` overrides `num_workers`; `samples` replaces the reader of the dataset; errors name `rank`;
-        # a batch is read again for `retry_s` seconds while a store cannot be reached
+        # `workers` overrides `num_workers`; `samples` replaces the reader of the dataset; errors name `rank`; if a
+        # store cannot be reached, reading a batch is retried for `retry_s` seconds
         self.begins_anew = begins_anew
         self._epochs = 0  # number of epochs begun; only used with `begins_anew`
         self._within = False  # whether the next iteration begins at a loaded position
@@ -196,17 +196,17 @@ class Loader:
 
     @property
     def can_look_ahead(self) -> bool:
-        """False for streams, for data in memory, and for datasets with a state."""
+        """True if `look_ahead` may be called; False for streams, data in memory and stateful datasets."""
         return isinstance(self.partition, Partition) and not (self._samples.stateful or self._samples.in_memory)
 
     def look_ahead(self, count: int) -> StorageError | None:
-        """Read the next `count` batches of this epoch before they are due.
+        """Read up to `count` batches of this epoch before they are due.
 
-        Call this method before an iteration, or between two of its batches. An error of the dataset is raised when its
-        batch is due.
+        Call this method before an iteration, or between two of its batches. An error of the dataset is stored, and
+        raised when its batch is due.
 
         Returns:
-            The error if one of these batches cannot be read from its store; otherwise None.
+            The error if one of these batches cannot be read from its store; None otherwise.
 
         Raises:
             LoaderProcessError: a loader process failed.
@@ -294,7 +294,7 @@ class Loader:
 
     @property
     def is_packed(self) -> bool:
-        """True if sequences hold several documents, as the user's dataset states by the attribute `packed`."""
+        """True if the user's dataset has `packed = True`: its sequences hold several documents."""
         return bool(getattr(in_users_data(self.dataset, [])[0], "packed", False))
 
     @property
@@ -415,9 +415,9 @@ class Loader:
         self._epochs = state.get("epochs", state["epoch"])
 
     def gather_states(self) -> None:
-        """Exchange the states of a stream's parts, before the position is saved.
+        """Exchange the states of a stream's parts before the position is saved.
 
-        Every rank calls this.
+        Every rank must call this.
         """
         if isinstance(self.partition, Flow):
             self.partition.gather_states()

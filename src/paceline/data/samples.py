@@ -25,7 +25,7 @@ from paceline.job.samples import Collated, TensorSamples, apart, are_columns, in
 from paceline.own_random import SampleRandom, seed_from
 
 Collate = Callable[[list[Any]], Any]
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 10.0  # before a batch is read again; the pauses double
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 10.0  # pauses before a batch is read again; each pause is twice the last
 
 
 class SampleRequest(NamedTuple):
@@ -49,7 +49,7 @@ class RequestedSamples(Dataset[Any]):
         draws: whether the dataset or `collate_fn` has used random numbers in this process.
         collate_draws: whether `collate_fn` has used random numbers in this process.
         left_out: indices in the last batch whose samples are None; `collate_fn` omits these samples.
-        retry_s: seconds for which a batch is read again while a store cannot be reached; 0 raises the first error.
+        retry_s: seconds for which reading a batch is retried if a store cannot be reached; 0 raises the first error.
     """
 
     def __init__(
@@ -281,11 +281,11 @@ class RequestedSamples(Dataset[Any]):
 
 @dataclass(frozen=True)
 class CountedBatch:
-    """A batch about which the dataset told more than its tensors.
+    """A batch with further information from the dataset.
 
     Attributes:
         left_out: indices of the samples that `collate_fn` omitted, because they are None.
-        counts: numbers of this batch for the record, from the dataset's attribute `counts`, by name.
+        counts: numbers about this batch for the run's record, by name, from the dataset's attribute `counts`.
     """
 
     batch: Any

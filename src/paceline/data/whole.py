@@ -315,7 +315,11 @@ class Flow:
         return (turn - 1) // each * each  # the first request goes to the first loader process
 
     def refuse_workers(self, state: Mapping[str, Any], workers: int) -> None:
-        """Refuse a state that was saved with another number of loader processes."""
+        """Refuse a state that was saved with another number of loader processes.
+
+        Raises:
+            DataError: the numbers differ.
+        """
         if (then := state["workers"]) != workers:
             raise DataError(
                 "data.workers_differ",

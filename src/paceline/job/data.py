@@ -264,16 +264,16 @@ class Arrays(_Data):
 class FileSpec(_Data):
     """Keys of data whose samples are read from files while the run trains.
 
-    The files have local paths or URLs, which may be globs. Only the index of the files is kept in memory. A URL's files
-    are fetched shard by shard, before they are needed.
+    Paths and URLs may be globs. Only the index of the files is kept in memory. Remote files are fetched one by one,
+    before they are needed.
     """
 
     path: Paths
     held_out_path: Annotated[Paths | None, BeforeValidator(lambda v: None if v is None else _one_or_several(v))] = None
     format: Literal["jsonl", "lines", "text", "csv", "parquet", "arrow", "tar", "mds", "images"] | None = None
-    # number of samples, at each place of the files that a batch reads from, that are shuffled together
+    # number of neighbouring samples that are shuffled together; a batch draws from many such windows
     shuffle_window: int = Field(default=4096, ge=1)
-    # what to do with files and rows that cannot be read: stop the run, or train on others and count them
+    # what to do with files and rows that cannot be read: stop the run, or count them and train on other rows
     on_bad_shard: Literal["stop", "skip"] = "stop"
     # maximum size of this host's copies of files, in GiB (fetched, decompressed or converted)
     cache_gb: float = Field(default=32.0, gt=0)

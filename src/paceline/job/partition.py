@@ -148,7 +148,7 @@ class Partition:
     def drawn(self, epoch: int, step: int) -> list[int]:
         """Return how many samples of each source were drawn before a step.
 
-        Earlier epochs count, too. Without sources, the list is empty.
+        The numbers include earlier epochs. Without sources, the list is empty.
         """
         order = self._deal.order_of(epoch) if isinstance(self._deal, _Sharded) else None
         return order.counts(step) if isinstance(order, Mixture) else []
@@ -156,8 +156,8 @@ class Partition:
     def shards_from(self, epoch: int, step: int) -> list[int]:
         """Return the shards that this replica reads next, in the order of need.
 
-        The list begins with `step` and ends some time ahead, at the latest with the epoch. Without shards, the list is
-        empty.
+        The list covers the steps from `step` on, some time ahead, but at most to the end of the epoch. Without shards,
+        the list is empty.
         """
         if not isinstance(self._deal, _Sharded) or self.shards is None or step >= self.steps_per_epoch:
             return []
@@ -169,10 +169,10 @@ class EpochOrder(Protocol):
     """The order of an epoch's samples; positions are `step * global_batch + slot`."""
 
     def rows(self, first: int, end: int) -> Ints:
-        """Return the samples at the positions `first` to `end - 1`, all of one batch."""
+        """Return the samples at the positions `first` to `end - 1` of one batch."""
 
     def shards_from(self, first: int, end: int, ahead: int) -> list[int]:
-        """Return the shards that these positions read, in this batch and in later batches."""
+        """Return the shards that these slots need, in this batch and in later batches."""
 
 
 class ShardOrder(Protocol):
@@ -191,7 +191,7 @@ class ShardOrder(Protocol):
 
         Args:
             batch, steps: number of samples of a full batch, and of batches in an epoch.
-            part: first and end of a range of samples, which are then counted from the first; None for all samples.
+            part: first and end of a range of samples; the order then numbers samples from the first. None for all.
         """
 
 
@@ -366,7 +366,7 @@ class _Hierarchical:
         if part.shards is None:
             order = _order(part, size, epoch, host) + first
             return lambda begin, end: order[begin:end]
-        # the host's parts of batches vary in size, so all its samples are divided like one batch
+        # the host's shares of batches vary in size, so the order treats all its samples as one batch
         rows = (first, first + size)
         own = part.shards.epoch_order(part.seed, epoch, size, steps=1, shuffle=part.shuffle, part=rows)
         return lambda begin, end: own.rows(begin, end) + first

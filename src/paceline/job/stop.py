@@ -337,10 +337,10 @@ class StopRule:
 
 
 class Epochs:
-    """Epochs of a run, by number of steps or as a stream ends them.
+    """Counter of epochs, which have a fixed length or end with a stream.
 
     Args:
-        steps: number of steps of every epoch; None if a stream decides.
+        steps: number of steps of every epoch; None for a stream.
     """
 
     def __init__(self, steps: int | None) -> None:
@@ -360,7 +360,7 @@ class Epochs:
         return step in self.ends[-1:] if self.steps is None else step % self.steps == 0
 
     def fraction(self, step: int) -> float:
-        """Return the number of epochs after `step`; of a stream, only whole epochs are counted."""
+        """Return the number of epochs after `step`; for a stream, only whole epochs."""
         return float(self.completed(step)) if self.steps is None else step / self.steps
 
     def end(self, step: int) -> None:

@@ -108,24 +108,23 @@ def data(
         typer.Option(
             "--num-workers",
             metavar="LIST",
-            help="Numbers of loader processes to measure, e.g. 0,2,4; the job's number is always measured.",
+            help="Numbers of loader processes to measure, e.g. 0,2,4. The job's own number is always measured.",
             show_default="0, 1, 2, 4, … up to the cores",
         ),
     ] = None,
     seconds: Annotated[
-        float, typer.Option("--seconds", min=0.1, max=3600, help="Seconds for which each setting is measured.")
+        float, typer.Option("--seconds", min=0.1, max=3600, help="Duration of measuring each setting, in seconds.")
     ] = 5.0,
     step_ms: Annotated[
         float | None,
-        typer.Option(
-            "--step-ms", min=0.01, help="Also measure how long a model waits for data if its step takes this time."
-        ),
+        typer.Option("--step-ms", min=0.01, help="Also measure how long a model with this step time waits for data."),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Measure the loader of a job alone, and whether the disk or the decoder limits.
+    """Measure a job's loader without the model, and find what limits it.
 
-    One rank reads whole global batches with several numbers of loader processes.
+    One rank reads whole global batches, with several numbers of loader processes. The limits are the speed of the disk
+    and of decoding on all cores.
     """
     what = load_job(job, changes)  # before heavy imports, so that a mistake is reported at once
     workers = _numbers(num_workers, "--num-workers")

@@ -23,20 +23,20 @@ from paceline.stats import Interval, median_interval
 from paceline.storage.url import is_url
 from paceline_lab.loading.loader_speed import ROUNDS
 
-_MOST_FILES = 100_000  # files whose sizes are added up
+_MOST_FILES = 100_000  # largest number of files that are measured
 _BLOCK = 1 << 20
-_MOST_BYTES = 256 << 20  # bytes that are read in a round
-_FROM_DISK = 0.9  # share of the bytes that must come from the disk in a measurement of the disk
+_MOST_BYTES = 256 << 20  # largest number of bytes that a round reads
+_FROM_DISK = 0.9  # a measurement counts as one of the disk if at least this share of the bytes came from the disk
 
 
 @dataclass(frozen=True)
 class DiskLimit:
-    """Speed at which the job's files are read, one after the other.
+    """Speed of reading the job's files sequentially.
 
     Attributes:
-        bytes_per_s: None if it was not measured.
+        bytes_per_s: bytes per second; None if the speed was not measured.
         cached: whether the bytes came from the page cache, because the system did not evict them.
-        about: description of the files, or the reason why nothing was measured.
+        about: description of the files, or the reason for not measuring.
         file_bytes, mapped: size of all files, and whether this process maps one of them into its memory.
     """
 
@@ -52,8 +52,8 @@ class DecoderLimit:
     """Speed of one process that reads samples from the page cache and collates them.
 
     Attributes:
-        samples_per_s: for one core; None if it was not measured.
-        why: reason why nothing was measured.
+        samples_per_s: samples per second of one process; None if the speed was not measured.
+        why: reason for not measuring.
     """
 
     samples_per_s: Interval | None
@@ -61,7 +61,7 @@ class DecoderLimit:
 
 
 def disk_limit(job: Job, seconds: float) -> DiskLimit:
-    """Read the job's files in order, past the page cache if the system allows it."""
+    """Measure sequential reads of the job's files, bypassing the page cache if possible."""
     sources = list(_sources(job.data))
     local = [source for source in sources if not is_url(source)]
     files = list(islice((file for source in local for file in _files_of(Path(source))), _MOST_FILES))
@@ -73,7 +73,7 @@ def disk_limit(job: Job, seconds: float) -> DiskLimit:
     total = sum(sizes)
     rates, from_disk, read_all = [], 0, 0
     for number in range(ROUNDS):
-        # each round begins at another file, so that a round does not read what the one before has cached
+        # each round begins at another file, so that it does not read files that the previous round has cached
         first = number * len(files) // ROUNDS
         read, taken, disk = _read(files[first:] + files[:first], seconds / ROUNDS)
         if read and taken:
@@ -87,7 +87,7 @@ def disk_limit(job: Job, seconds: float) -> DiskLimit:
 
 
 def decoder_limit(job: Job, data: DataSets, seconds: float) -> DecoderLimit:
-    """Read the same batches again and again in this process, with one thread."""
+    """Measure how fast one thread reads the same batches again and again."""
     loader = loader_alone(job, data)
     partition = loader.partition
     if not isinstance(partition, Partition):
@@ -117,7 +117,7 @@ def decoder_limit(job: Job, data: DataSets, seconds: float) -> DecoderLimit:
 
 
 def _sources(spec: Any) -> Iterator[str]:
-    """Yield the paths and URLs of the training data, also of a mixture's sources."""
+    """Yield the paths and URLs of the training data, including those of a mixture's sources."""
     for source in getattr(spec, "sources", {}).values():
         yield from _sources(source)
     paths = getattr(spec, "path", None)
@@ -126,7 +126,7 @@ def _sources(spec: Any) -> Iterator[str]:
 
 
 def _files_of(path: Path) -> Iterator[Path]:
-    """Yield the visible files of a file, folder or glob."""
+    """Yield the files of a path, folder or glob; hidden files of folders are skipped."""
     if path.is_file():
         yield path
     elif path.is_dir():

@@ -23,7 +23,7 @@ from paceline.run.token_view import TokenCounts
 from paceline.stats import Interval, median_interval
 
 ROUNDS = 5  # rounds of each setting; rounds of different settings take turns
-_LEAST_BATCHES = 3  # batches of a round, however slow they are
+_LEAST_BATCHES = 3  # smallest number of batches of a round, even if they take longer than the round should
 _COUNTED_BATCHES = 4  # batches in which tokens are counted
 
 
@@ -32,10 +32,10 @@ class Round:
     """One round of a setting.
 
     Attributes:
-        seconds, batches, samples: duration of the round, and what was read in it.
+        seconds, batches, samples: duration of the round, and number of batches and samples read.
         decoded_bytes: size of the batches' tensors.
-        read_bytes, disk_bytes: bytes that the reading processes got from `read`, and from the disk; None if the kernel
-            does not count them.
+        read_bytes, disk_bytes: bytes that the reading processes got from `read` calls, and from the disk; None if the
+            kernel does not count them.
         waiting: share of time that a consumer with the given step time waits; None without a step time.
     """
 
@@ -53,7 +53,7 @@ class LoaderSpeed:
     """Measured speed of the loader with one number of loader processes.
 
     Attributes:
-        tokens: tokens of a sample without padding, on average; None if the samples have no tokens.
+        tokens: mean number of tokens of a sample, without padding; None if the samples have no tokens.
     """
 
     num_workers: int
@@ -117,7 +117,7 @@ def measure_loader(
     Args:
         workers: numbers of loader processes to measure.
         seconds: duration of each measurement of a setting, in all rounds together.
-        step_s: step time of a consumer whose waiting time is measured, too.
+        step_s: step time in seconds of a simulated consumer whose waiting time is also measured.
         say: function that is called with the name of each phase.
 
     Raises:
@@ -134,7 +134,7 @@ def measure_loader(
 
 
 class _Reading:
-    """A loader that is read without end, and the processes that read for it."""
+    """A loader that is read over endless epochs, and its reading processes."""
 
     def __init__(self, job: Job, data: DataSets, num_workers: int) -> None:
         spec = job.data.model_copy(update={"num_workers": num_workers})
@@ -153,7 +153,7 @@ class _Reading:
     def measure(self, seconds: float, step_s: float | None) -> None:
         if not self.speed.rounds:
             self._begin()
-        # batches that were read ahead during the rounds of other settings
+        # skip batches that were read ahead while other settings were measured
         for _ in range(self._loader.workers.ahead + 1):
             next(self._batches)
         before, started = _io_of(self._processes), time.perf_counter()

@@ -1,4 +1,4 @@
-"""Conclusion of a measurement of a loader: which limit it meets, and what to change."""
+"""Result of measuring a loader: the limit that it reaches, and advice."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ _MEANING = (
     "tensors: bytes of the batches. read: bytes that the loader reads from files. ms a batch: shortest step for which "
     "the loader is fast enough.",
 )
-_NEAR = 0.5  # share of a limit from which on the loader is limited by it
-_REQUEST_BYTES = 64  # bytes for each sample that a loader process may read without reading a file
+_NEAR = 0.5  # from this share of a limit on, the limit counts as the cause of the loader's speed
+_REQUEST_BYTES = 64  # bytes per sample that a loader process may read for its requests, without reading a file
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class LoaderReport:
     Attributes:
         batch: number of samples of a batch.
         num_workers: the job's number of loader processes, which is one of the settings.
-        step_s: step time of the consumer whose waiting was measured; None if there is none.
+        step_s: step time in seconds of the simulated consumer whose waiting was measured; None without a consumer.
         cores: number of cores that may decode.
     """
 
@@ -54,7 +54,7 @@ class LoaderReport:
 
     @property
     def decoded_samples_per_s(self) -> float | None:
-        """Samples per second that all cores can decode."""
+        """Samples per second that all cores can decode; None if not measured."""
         one = self.decoder.samples_per_s
         return None if one is None else one.middle * self.cores
 
@@ -68,19 +68,19 @@ class LoaderReport:
 
     @property
     def bytes_per_sample(self) -> float | None:
-        """Bytes of files that a sample needs; 0 in memory, None if unknown."""
+        """Bytes read from files per sample; 0 for data in memory, None if unknown."""
         least = min(self.settings, key=lambda one: one.num_workers)
         read = least.read_per_sample
         if self.disk.mapped and least.tokens is not None:
-            # pages of mapped files are not counted if they are in the page cache
+            # the kernel does not count pages of mapped files that are in the page cache
             return max(read or 0.0, 4 * least.tokens)
-        # loader processes also read the numbers of the requested samples
+        # loader processes also read their requests, which contain the numbers of the samples
         negligible = _REQUEST_BYTES if least.num_workers else 1.0
         return read if read is None or read >= negligible else 0.0
 
     @property
     def verdict(self) -> str:
-        """Sentence on what limits the loader, and what to change."""
+        """Sentence that names what limits the loader, and what to change."""
         best = self.best
         limits = {"disk": self.disk_samples_per_s, "decoder": self.decoded_samples_per_s}
         known = {name: limit for name, limit in limits.items() if limit}
@@ -93,7 +93,7 @@ class LoaderReport:
         of = f"what {count(self.cores, 'core')} decode" if name == "decoder" else "what the files deliver"
         share = f"with num_workers {best.num_workers}, the loader reaches {percent(reached, 0)} of {of}"
         if reached < _NEAR:
-            cheaper = "use larger batches, because the work for each batch limits"
+            cheaper = "use larger batches, because the fixed work per batch limits"
             return f"Neither the disk nor the decoder limits: {share}. To read faster, {self._more_workers or cheaper}."
         if name == "disk":
             which = "page cache" if self.disk.cached else "disk"
@@ -104,7 +104,7 @@ class LoaderReport:
 
     @property
     def _more_workers(self) -> str:
-        """The advice to change the number of loader processes; empty if that does not help."""
+        """Advice to change the number of loader processes; empty if that would not help."""
         best, own = self.best, self._own
         if best is not own and differ(best.samples_per_s, own.samples_per_s, repeats=ROUNDS):
             gain = ratio(best.samples_per_s.middle / own.samples_per_s.middle)
@@ -119,7 +119,7 @@ class LoaderReport:
 
     @property
     def waiting(self) -> str:
-        """Sentence on how long the model waits; empty without a step time."""
+        """Sentence that states how long the model waits; empty without a step time."""
         waits = [(one.num_workers, one.waiting.middle) for one in self.settings if one.waiting is not None]
         if not waits or self.step_s is None or self._own.waiting is None:
             return ""
@@ -195,7 +195,7 @@ def measured(
     Args:
         workers: numbers of loader processes; None measures 0 and powers of two up to the cores.
         seconds: duration of each measurement.
-        step_s: step time of a consumer whose waiting is measured, too.
+        step_s: step time in seconds of a simulated consumer whose waiting is also measured.
         say: function that is called with the name of each phase.
 
     Raises:
@@ -248,7 +248,7 @@ def _settings(report: LoaderReport) -> Table:
         del columns["tokens/s"]
     if report.step_s is None:
         del columns["waiting"]
-    if not report.bytes_per_sample:  # what was read are requests, not files
+    if not report.bytes_per_sample:  # only requests were read, no files
         del columns["read"], columns["from the disk"]
     table = Table(box=None, padding=(0, 3, 0, 0), header_style="dim", pad_edge=False)
     for title in columns:
