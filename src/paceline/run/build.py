@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from paceline.run.record.run import Run
     from paceline.split.deferred_init import DeferredModel
 
-_RETRY_S = 120.0  # longest time for which a batch is read again while a store cannot be reached
+_RETRY_S = 120.0  # longest time for which reading a batch is retried if a store cannot be reached
 
 
 def check_device(run: Run, group: Group) -> None:
@@ -212,13 +212,17 @@ def loader_of(job: Job, mesh: Mesh, data: DataSets, num_workers: int = 0) -> Loa
         partition,
         num_workers=workers,
         pin_memory=has_pinned_memory(mesh.world.device),
-        # less than the deadline, after which the other ranks would end the run
+        # shorter than the deadline, because the other ranks end the run after the deadline
         retry_s=min(_RETRY_S, job.deadline_s / 2),
     )
 
 
 def _check_same_shards(digest: list[int], group: Group) -> None:
-    """Refuse files that differ between the hosts of a run."""
+    """Verify that all hosts of a run have the same files.
+
+    Raises:
+        DataError: the files of a host differ from the files of host 0.
+    """
     digests = group.gather_json(digest)
     for host, found in zip(group.hosts, digests, strict=True):
         if found != digests[0]:
@@ -232,7 +236,7 @@ def _check_same_shards(digest: list[int], group: Group) -> None:
 
 def _stream_loader(job: Job, mesh: Mesh, stream: Stream, num_workers: int) -> Loader:
     ranks = mesh.data_ranks
-    # a process without a part has nothing to read
+    # more processes than parts would have nothing to read
     workers = num_workers if stream.parts is None else min(num_workers, max(1, stream.parts // ranks))
     reader = PartsReader(stream, mesh.data_rank, ranks, job.seed, batch_size=job.global_batch, workers=max(1, workers))
     flow = PartsFlow(

@@ -57,7 +57,7 @@ class Loop:
         """Create a loop; all loops of this process share `board`."""
         self.run_directory, self.job, self.engine, self.data, self.group = run, run.job, engine, data, group
         partition = engine.loader.partition
-        # the ranks learn the end of a stream's epoch when they reach it
+        # for a stream, the end of an epoch is known only when it is reached
         self.epochs = Epochs(partition.steps_per_epoch if isinstance(partition, Partition) else None)
         length = partition.length if isinstance(partition, PartsFlow) else self.epochs.steps
         metrics = build_metrics(self.job.metrics, engine.loss)
@@ -87,7 +87,7 @@ class Loop:
         self._before: list[StepInfo] = []  # steps before `_last`, back to the last synchronization of replicas
         self._acted = -1
         self._begun: _Begun | None = None  # the step whose numbers are not read yet
-        # of a stream: the loader's positions after the newest steps
+        # for a stream: the loader's positions after the newest steps
         self._positions: dict[int, dict[str, Any]] = {}
         self._told_reading = -1
         self._unreadable: StorageError | None = None  # why this rank cannot read a batch that is due soon
@@ -186,13 +186,17 @@ class Loop:
         return reason
 
     def _end_stream(self) -> str | None:
-        """End an epoch of a stream; return a reason if the run ends."""
+        """End an epoch of a stream; return the reason if the run ends.
+
+        Raises:
+            DataError: the epoch has no samples.
+        """
         step, flow = self.engine.step_count, self.engine.loader.partition
         assert isinstance(flow, PartsFlow)
         if self.epochs.ends_with(step):
             raise DataError(
                 "data.stream_over",
-                "epoch {epoch} of {name} has no samples. iter() must return the stream again for each epoch.",
+                "epoch {epoch} of {name} has no samples. iter() must return a new iterator for each epoch.",
                 epoch=self.epochs.completed(step),
                 name=flow.name,
             )
@@ -262,16 +266,15 @@ class Loop:
             return False
         self._look_ahead(self.engine.step_count)
         if self.engine.updates:
-            # a rank that still reads is the only one in the phase "data"
+            # so that only ranks that still read are in the phase "data"
             self.engine.on_phase("sync", self.engine.step_count + 1)
         return any(self.group.gather_json(self._unreadable is not None))
 
     def _look_ahead(self, step: int) -> None:
         """Read the batch after `step` before the votes of `step`.
 
-        If the batch cannot be read, all ranks can therefore end after this step.
-
-        If the host runs ahead, the ranks learn of a vote one step later, so a second batch is read.
+        If the batch cannot be read, all ranks can then end after this step. If the host runs ahead of the device, the
+        ranks learn of a vote one step later, so a second batch is read.
         """
         if self._looks_ahead:
             count = 2 if self.engine.runs_ahead else 1

@@ -51,9 +51,9 @@ from paceline.text import printable
 STALL_S = 120.0  # seconds without a transferred byte after which a connection counts as lost
 PART_BYTES = 5 << 20  # S3's minimum part size; each part must be transferred within `STALL_S`
 _MOST_PARTS = 9000  # S3 allows at most 10,000 parts
-RETRY_S = 15.0  # seconds after a read's first failure within which it is repeated, if a repetition may succeed
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.25, 4.0  # between two attempts; the pauses double
-_READS = ("find", "info", "cat_file")  # fsspec's methods that may be repeated
+RETRY_S = 15.0  # a failed read is retried for this time after its first failure, if a retry may succeed
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.25, 4.0  # pauses between attempts; each pause is twice the last
+_READS = ("find", "info", "cat_file")  # fsspec's methods that may be retried
 _VERSION_KEYS = ("ETag", "etag", "md5Hash", "LastModified", "mtime")
 
 
@@ -203,7 +203,8 @@ class Store:
 
         Args:
             moved: function that is called with the number of bytes of each part.
-            expected: the object's size and version, if they are known; an object of another version is an error.
+            expected: the object's known size and version; None to ask the store. An object of another version is an
+                error.
             sha256: expected SHA-256 of the content, in hex.
         """
         shown = f"{self.url}/{name}".rstrip("/")
@@ -236,7 +237,7 @@ class Store:
         return about
 
     def part(self, name: str, start: int, end: int) -> bytes:
-        """Return the bytes of an object from `start` to `end`."""
+        """Return the bytes of an object from `start` up to `end`, which is excluded."""
         return bytes(self._call("cat_file", self._path(name), start=start, end=end))
 
     def _path(self, name: str) -> str:

@@ -1,4 +1,4 @@
-"""The files that a run trains on, in its record: `shards.json` and events."""
+"""Record of the files that a run trains on: `shards.json` and events."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from paceline.run.record.recorder import Events
 from paceline.run.record.run import Run
 
 _FILE = "shards.json"
-_MOST = 100_000  # files of longer lists, such as single images, are compared by one digest, without their names
+_MOST = 100_000  # longer lists, such as single images, are not written; one digest still detects changes
 
 
 def note_shards(run: Run, loader: Loader, events: Events) -> None:
-    """Write `shards.json` if the run begins, and record the files that are left out."""
+    """Write `shards.json` at the start of a run, and record left-out files."""
     corpus = _corpus(loader)
     if corpus is None:
         return
