@@ -15,7 +15,7 @@ from PIL import Image
 from torch.utils.data import default_collate
 
 from paceline.data.loader import Loader
-from paceline.errors import DataError, JobError
+from paceline.errors import DataError, JobError, StorageError
 from paceline.job.job import Job
 from paceline.job.partition import Partition, PartitionSpec
 from paceline.job.samples import DataSets
@@ -168,6 +168,13 @@ def pictures(folder: Path, classes: str) -> Path:
         (folder / name).mkdir(parents=True)
         Image.new("RGB", (10, 12), (40 * number, 90, 200)).save(folder / name / "one.png")
     return folder
+
+
+def test_a_cache_folder_that_cannot_be_made_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = jsonl(tmp_path / "a.jsonl", [{"x": 1.0, "y": 2}])
+    monkeypatch.setenv("XDG_CACHE_HOME", str(file))
+    with raises(StorageError, "storage.folder_unusable", folder=file / "paceline"):
+        built(path=str(file))
 
 
 def test_samples_collate_with_torchs_own_function(tmp_path: Path) -> None:

@@ -16,8 +16,8 @@ from paceline.corpus.host_files import HostFiles
 from paceline.corpus.order import Ints, Order
 from paceline.corpus.rows import Damaged
 from paceline.corpus.shards import Corpus, Shard, Where
-from paceline.errors import DataError
-from paceline.files import made_cache_folder
+from paceline.errors import DataError, StorageError
+from paceline.files import cache_folder, made_cache_folder
 from paceline.job.samples import DataSets, SplitSpec, shares
 from paceline.job.spec import load_object
 from paceline.job.zoo.images import PHOTO, Normalise, decoded, photo_shape
@@ -76,7 +76,16 @@ def opened(spec: FileSpec, paths: Sequence[Path | str], classes: tuple[str, ...]
 
 def host_files(spec: FileSpec) -> HostFiles:
     """Return the cache of this user on this host."""
-    return HostFiles(made_cache_folder("shards"), int(spec.cache_gb * 2**30))
+    try:
+        folder = made_cache_folder("shards")
+    except OSError as error:
+        raise StorageError(
+            "storage.folder_unusable",
+            "{folder} cannot hold cached files: {reason}. Choose another folder with XDG_CACHE_HOME.",
+            folder=cache_folder(),
+            reason=error.strerror or error,
+        ) from error
+    return HostFiles(folder, int(spec.cache_gb * 2**30))
 
 
 class Spans(NamedTuple):
