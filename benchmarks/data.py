@@ -17,8 +17,8 @@ Parts and figures:
 - `memory`: `memory_growth_mb` of the rank over 1 million steps, after a warm-up.
 - `exact`: `epoch_exact`, 1 if each sample was read exactly once per epoch in each of 200 random sequences of kills and
   resizes of 1 to 8 ranks; `epoch_exact_runs`, the same for training runs whose ranks are killed.
-- `packed`: `packed_loss_difference` in float64 between documents packed and alone, and `packed_useful_to_padded`,
-  useful tokens per token of a batch, packed / padded.
+- `packed`: `packed_loss_difference` and `packed_gradient_difference` in float64 between documents packed and alone, and
+  `packed_useful_to_padded`, labels per position of a batch, packed / padded.
 - `waiting`: `waiting_share` of a training loop over S3 with 5 % of requests failing and 200 ms latency.
 - `size`: what a corpus of 10 TB costs, computed from measurements: memory, bytes of index and seconds to start.
 """

@@ -10,7 +10,7 @@ import tarfile
 import tempfile
 import time
 import tracemalloc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -31,66 +31,64 @@ from paceline.job.model import ModelSpec
 
 # Packed against padded
 
-DOCUMENTS, QUICK_DOCUMENTS, PACKED_CONTEXT = 400, 60, 256
-GPT = {"vocab": corpora.VOCABULARY, "context": PACKED_CONTEXT, "layers": 2, "hidden": 64, "heads": 4}
+DOCUMENTS, QUICK_DOCUMENTS, PACKED_CONTEXT = 2000, 200, 512
+SHORT_DOCUMENTS, SHORT, SHORT_CONTEXT = 200, 350, 256  # characters of documents that fit into the context
+GPT = {"vocab": corpora.VOCABULARY, "context": SHORT_CONTEXT, "layers": 2, "hidden": 64, "heads": 4}
 
 
 def packed_measured(folder: Path, quick: bool) -> dict[str, float]:
-    """Compare losses and gradients of documents packed and alone, and count useful tokens."""
-    source = corpora.text(folder, QUICK_DOCUMENTS if quick else DOCUMENTS, longest=20_000, shards=4)
-    task = Task("text", str(source), "", 4, 0, str(corpora.tokenizer(folder)), PACKED_CONTEXT, SEED)
+    """Compare losses and gradients of documents packed and alone, and count useful tokens.
+
+    The loss is of documents that fit into the context, as longer ones are cut if they are not packed.
+    """
+    tokenizer = str(corpora.tokenizer(folder))
+    short = corpora.text(folder, SHORT_DOCUMENTS, longest=SHORT, shards=4)
     torch.manual_seed(0)
     model = ModelSpec.model_validate({"zoo": "gpt", "args": GPT}).build().double()
-    padded, packed = (trained(model, replace(task, pack=pack)) for pack in (False, True))
-    difference = abs(padded.loss - packed.loss)
-    of_gradients = max(float((a - b).abs().max()) for a, b in zip(padded.gradients, packed.gradients, strict=True))
-    ratio = packed.useful / padded.useful
-    print(
-        f"loss of documents packed {packed.loss:.14f}, alone {padded.loss:.14f}; gradients differ by {of_gradients:.1e}"
-    )
-    print(
-        f"useful tokens per token of a batch: packed {packed.useful:.3f}, padded {padded.useful:.3f}, ratio {ratio:.2f}"
-    )
+    task = Task("text", str(short), "", 4, 0, tokenizer, SHORT_CONTEXT, SEED)
+    (alone, of_alone), (packed, of_packed) = (trained(model, replace(task, pack=pack)) for pack in (False, True))
+    of_gradients = max(float((a - b).abs().max()) for a, b in zip(of_alone, of_packed, strict=True))
+    print(f"loss: packed {packed:.14f}, alone {alone:.14f}; gradients differ by {of_gradients:.1e}")
+
+    source = corpora.text(folder, QUICK_DOCUMENTS if quick else DOCUMENTS, longest=20_000, shards=4)
+    task = Task("text", str(source), "", 8, 0, tokenizer, PACKED_CONTEXT, SEED)
+    useful, useful_packed = (useful_share(replace(task, pack=pack)) for pack in (False, True))
+    ratio = useful_packed / useful
+    print(f"labels per position of a batch: packed {useful_packed:.3f}, padded {useful:.3f}, ratio {ratio:.2f}")
     return {
-        "packed_loss_difference": difference,
+        "packed_loss_difference": abs(packed - alone),
         "packed_gradient_difference": of_gradients,
         "packed_useful_to_padded": ratio,
     }
 
 
-@dataclass
-class Trained:
-    """Mean loss and its gradients over all labels of an epoch, and the share of positions that hold a token."""
-
-    loss: float
-    gradients: list[Tensor]
-    useful: float
-
-
-def trained(model: torch.nn.Module, task: Task) -> Trained:
-    """Sum losses over an epoch, and return their mean and its gradients."""
+def trained(model: torch.nn.Module, task: Task) -> tuple[float, list[Tensor]]:
+    """Return the mean loss over all labels of an epoch, and its gradients."""
     model.zero_grad()
-    total, labels, tokens, places = 0.0, 0, 0, 0
+    total, counted = 0.0, 0
+    for inputs, labels, positions in sequences(task):
+        scores = model(inputs, positions)
+        loss = torch.nn.functional.cross_entropy(scores.flatten(0, 1), labels.flatten(), reduction="sum")
+        loss.backward()
+        total += float(loss.detach())
+        counted += int((labels != -100).sum())
+    return total / counted, [p.grad / counted for p in model.parameters() if p.grad is not None]
+
+
+def useful_share(task: Task) -> float:
+    """Return the share of the positions of an epoch's batches that have a label."""
+    found = [(int((labels != -100).sum()), labels.numel()) for _, labels, _ in sequences(task)]
+    return sum(useful for useful, _ in found) / sum(places for _, places in found)
+
+
+def sequences(task: Task) -> Iterator[tuple[Tensor, Tensor, Tensor | None]]:
+    """Yield inputs, labels and positions, which are None for documents that are alone."""
     with closing(loader_of(task, data_of(task))) as loader:
         for batch in loader:
-            scores = model(batch["input_ids"], batch["position_ids"])
-            loss = torch.nn.functional.cross_entropy(scores.flatten(0, 1), batch["labels"].flatten(), reduction="sum")
-            loss.backward()
-            total += float(loss)
-            labels += int((batch["labels"] != -100).sum())
-            places += batch["labels"].numel()
-            # the last token of a document has no label, and each of its pieces begins at position 0
-            tokens += int((batch["labels"] != -100).sum()) + pieces_of(batch)
-    gradients = [p.grad / labels for p in model.parameters() if p.grad is not None]
-    return Trained(total / labels, gradients, tokens / places)
-
-
-def pieces_of(batch: dict[str, Tensor]) -> int:
-    """Return the number of pieces of documents: the places where a label follows one that is missing, or a start."""
-    counted = batch["labels"] != -100
-    before = torch.nn.functional.pad(counted, (1, 0))[:, :-1]
-    starts = batch["position_ids"] == 0
-    return int((counted & (~before | starts)).sum())
+            if isinstance(batch, dict):
+                yield batch["input_ids"], batch["labels"], batch["position_ids"]
+            else:
+                yield *batch, None
 
 
 # A corpus of 10 TB

@@ -177,24 +177,23 @@ def batch_of(task: Task, records: Sequence[Mapping[str, Any]]) -> Batch:
 
 
 def padded(documents: Sequence[Sequence[int]], context: int) -> Batch:
-    """Return inputs, positions and labels of a batch of documents, each padded to `context`."""
+    """Return inputs and labels of a batch of documents, each cut or padded to `context`."""
     inputs = np.zeros((len(documents), context), np.int64)
     labels = np.full((len(documents), context), -100, np.int64)
     for row, ids in enumerate(documents):
-        kept = ids[: context + 1]
-        inputs[row, : min(len(kept), context)] = kept[:context]
-        labels[row, : len(kept) - 1] = kept[1:]
-    positions = np.broadcast_to(np.arange(context), inputs.shape).copy()
-    return torch.from_numpy(inputs), torch.from_numpy(positions), torch.from_numpy(labels)
+        inputs[row, : min(len(ids), context)] = ids[:context]
+        labels[row, : min(len(ids) - 1, context)] = ids[1 : context + 1]
+    return torch.from_numpy(inputs), torch.from_numpy(labels)
 
 
 @cache
 def encoder(path: str) -> Callable[[list[str]], list[list[int]]]:
-    """Return a function that tokenizes a batch; one of each loader process."""
+    """Return a function that tokenizes a batch, and ends each document; one of each loader process."""
     from tokenizers import Tokenizer
 
-    found = Tokenizer.from_file(path)
-    return lambda texts: [encoded.ids for encoded in found.encode_batch_fast(texts)]
+    found: Any = Tokenizer.from_file(path)
+    end = found.token_to_id("<|endoftext|>")
+    return lambda texts: [[*encoded.ids, end] for encoded in found.encode_batch_fast(texts)]
 
 
 def planes(image: Any) -> Tensor:

@@ -22,7 +22,7 @@ from torchdata.stateful_dataloader.stateful import Stateful
 
 from paceline.errors import DataError, Problem, StorageError
 from paceline.job.samples import Collated, TensorSamples, apart, are_columns, in_users_data
-from paceline.own_random import SampleRandom, seed_from
+from paceline.own_random import SampleRandom
 
 Collate = Callable[[list[Any]], Any]
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 10.0  # pauses before a batch is read again; each pause is twice the last
@@ -111,7 +111,7 @@ class RequestedSamples(Dataset[Any]):
         self.begin_epoch(request.epoch)
         if get_worker_info() is None:
             return self._read(request)
-        seed_from(self.seed, request.epoch, request.step, self.replica)
+        SampleRandom.start(self.seed, request.epoch, request.step, self.replica)
         try:
             return self._read(request)
         except DataError as error:

@@ -44,7 +44,8 @@ class Normalise:
         self._shift = -torch.tensor(mean).view(-1, 1, 1) / torch.tensor(std).view(-1, 1, 1)
 
     def __call__(self, images: Tensor) -> Tensor:
-        return _resize(images.float().mul_(self._scale).add_(self._shift), self.size)
+        # with contiguous planes, the operations take half as long
+        return _resize(images.contiguous().float().mul_(self._scale).add_(self._shift), self.size)
 
 
 # Mean and standard deviation of the pixels on the scale 0..1. CIFAR-10 has its own values; other photographs use those
@@ -285,11 +286,16 @@ def decoded(source: str | BinaryIO | Image, shape: Shape, name: str) -> npt.NDAr
     try:
         with source if isinstance(source, PIL.Image.Image) else PIL.Image.open(source) as image:
             image.draft(mode, (width, height))  # JPEG only: decode at a smaller scale that still covers the shape
-            fitted = PIL.ImageOps.fit(_to_bytes(image).convert(mode), (width, height), PIL.Image.Resampling.BILINEAR)
+            plain = _to_bytes(image)
+            if plain.mode != mode:
+                plain = plain.convert(mode)
+            if plain.size != (width, height):
+                plain = PIL.ImageOps.fit(plain, (width, height), PIL.Image.Resampling.BILINEAR)
+            pixels = np.asarray(plain)
     except Exception as error:  # the type of Pillow's errors depends on the format
         reason = f"cannot be decoded as an image ({type(error).__name__}: {error}); mend or remove it"
         raise DataError("data.file_unusable", "{file}: {reason}", file=name, reason=reason) from error
-    return np.asarray(fitted).reshape(height, width, channels).transpose(2, 0, 1)
+    return pixels.reshape(height, width, channels).transpose(2, 0, 1)
 
 
 def _to_bytes(image: Image) -> Image:

@@ -79,18 +79,21 @@ class MixedSamples(Dataset[Any]):
         return self._length
 
     def __getitem__(self, index: int) -> Any:
-        return self.__getitems__([index])[0]
+        return self.sources[0].alone(self._raw([index])[0])
 
     def __getitems__(self, indices: list[int]) -> Any:
+        return self.sources[0].batch(self._raw(indices))
+
+    def _raw(self, indices: list[int]) -> list[Any]:
         self.counts = {}
         samples = []
         for index in indices:
             nth = int(np.searchsorted(self._offsets, index, side="right")) - 1
             source = self.sources[nth]
-            samples.append(source[index - self._offsets[nth]])
+            samples.append(source.raw(index - self._offsets[nth]))
             for name, number in source.counts.items():
                 self.counts[name] = self.counts.get(name, 0) + number
-        return self.sources[0].batch(samples)
+        return samples
 
     def set_epoch(self, epoch: int) -> None:
         """Pass the epoch to the sources, whose samples may depend on it."""

@@ -161,6 +161,10 @@ class ShardedSamples(Dataset[Any]):
         return int(self.starts[-1])
 
     def __getitem__(self, index: int) -> Any:
+        return self.alone(self.raw(index))
+
+    def raw(self, index: int) -> Any:
+        """Read a sample as `batch` and `alone` take it."""
         self.counts = {}
         return self._read(index)
 
@@ -176,6 +180,10 @@ class ShardedSamples(Dataset[Any]):
     def sample(self, row: dict[str, Any], where: Where) -> Any:
         """Convert a row to a sample; errors name `where`."""
         raise NotImplementedError
+
+    def alone(self, sample: Any) -> Any:
+        """Return a sample that is not part of a batch."""
+        return sample
 
     def batch(self, samples: list[Any]) -> Any:
         """Return the samples, or their collated columns."""
@@ -241,11 +249,12 @@ class RecordSamples(ShardedSamples):
         """Select, transform and convert the columns of a row."""
         return self.form.sample(row, where)
 
-    def __getitem__(self, index: int) -> Any:
-        return self.form.normalised(super().__getitem__(index))
+    def alone(self, sample: Any) -> Any:
+        """Return a sample with tensors in place of arrays and images."""
+        return self.form.alone(sample)
 
     def batch(self, samples: list[Any]) -> Any:
-        """Return the samples, or one normalized batch if they are images with labels."""
+        """Return the samples, or their collated columns."""
         return self.form.batch(samples)
 
 
@@ -283,40 +292,45 @@ class RowForm:
             return (*values, values[-1] if target is None else self._value(_column(row, target, where), target, where))
         return {name: self._value(value, name, where) for name, value in row.items() if not name.startswith("__")}
 
+    def alone(self, sample: Any) -> Any:
+        """Return a sample with tensors in place of arrays and images."""
+        if self._map is None and isinstance(sample, tuple):
+            return tuple(map(_tensor, sample))
+        if self._map is None:
+            return {name: _tensor(value) for name, value in sample.items()}
+        return sample
+
     def batch(self, samples: list[Any]) -> Any:
-        """Collate images and their labels; return other samples unchanged."""
-        first = samples[0]
-        if not (self._map is None and isinstance(first, tuple) and len(first) == 2 and isinstance(first[0], Pixels)):
-            return [self.normalised(sample) for sample in samples]
-        images = np.stack([sample[0].values for sample in samples])
-        targets = torch.utils.data.default_collate([sample[1] for sample in samples])
-        return Normalise(*PHOTO[images.shape[1]], images.shape[2:])(torch.from_numpy(images)), targets
+        """Collate inputs and targets if they have equal shapes; otherwise return the samples."""
+        if self._map is None and isinstance(samples[0], tuple):
+            columns = [_stacked(column) for column in zip(*samples, strict=True)]
+            if all(column is not None for column in columns):
+                return tuple(columns)
+        return [self.alone(sample) for sample in samples]
 
     @property
     def has_map(self) -> bool:
         """True if a function of the user makes the samples."""
         return self._map is not None
 
-    def normalised(self, sample: Any) -> Any:
-        """Return a sample whose images are floats, unless the user's `map` made it."""
-        return sample if self._map is not None else _plain(sample)
-
     def _value(self, value: Any, name: str, where: Where) -> Any:
-        if isinstance(value, (bytes, bytearray, memoryview)) or hasattr(value, "convert"):
-            return self._image(value, name, where)
-        if isinstance(value, bool | int | np.integer):
-            return int(value)
-        if isinstance(value, float | np.floating):
-            return torch.tensor(value, dtype=torch.float32)
-        if isinstance(value, list | np.ndarray):
+        """Return an int, an array of int64 or float32, or the pixels of an image."""
+        # tuples of types, because a union costs more than reading a short row
+        if isinstance(value, (list, np.ndarray)):
             try:
                 array = np.asarray(value)
             except ValueError:
                 array = np.asarray(None)
             if array.dtype.kind in "iub":
-                return torch.from_numpy(array.astype(np.int64))
+                return array.astype(np.int64)
             if array.dtype.kind == "f":
-                return torch.from_numpy(array.astype(np.float32))
+                return array.astype(np.float32)
+        elif isinstance(value, (bool, int, np.integer)):
+            return int(value)
+        elif isinstance(value, (float, np.floating)):
+            return np.asarray(value, np.float32)
+        elif isinstance(value, (bytes, bytearray, memoryview)) or hasattr(value, "convert"):
+            return self._image(value, name, where)
         raise DataError(
             "data.value_unsupported",
             "{where}: column {name} holds {what}, which is not a number, a list of numbers or an image. Select other "
@@ -355,12 +369,32 @@ class Pixels(NamedTuple):
         return image
 
 
-def _plain(sample: Any) -> Any:
-    if isinstance(sample, tuple):
-        return tuple(value.normalised() if isinstance(value, Pixels) else value for value in sample)
-    if isinstance(sample, dict):
-        return {name: value.normalised() if isinstance(value, Pixels) else value for name, value in sample.items()}
-    return sample
+def _tensor(value: Any) -> Any:
+    if isinstance(value, Pixels):
+        return value.normalised()
+    return torch.from_numpy(value) if isinstance(value, np.ndarray) else value
+
+
+def _stacked(column: Sequence[Any]) -> Tensor | None:
+    """Collate a column of a batch; return None if values differ in type or shape.
+
+    The result is in this process's own memory. In a loader process, `default_collate` would make a shared memory for
+    each tensor, which is then copied if the batch is small.
+    """
+    first = column[0]
+    if any(type(value) is not type(first) for value in column):
+        return None
+    if isinstance(first, int):
+        return torch.tensor(column)
+    values = [value.values for value in column] if isinstance(first, Pixels) else list(column)
+    if any(value.shape != values[0].shape or value.dtype != values[0].dtype for value in values):
+        return None
+    # contiguous, also if the channels of images are not
+    stacked = torch.from_numpy(np.stack(values, out=np.empty((len(values), *values[0].shape), values[0].dtype)))
+    if not isinstance(first, Pixels):
+        return stacked
+    channels, height, width = values[0].shape
+    return Normalise(*PHOTO[channels], (height, width))(stacked)
 
 
 def _column(row: Mapping[str, Any], name: str, where: Where) -> Any:
