@@ -22,6 +22,7 @@ from corpus.mds_shards import mds_shard
 from paceline.corpus.formats import FORMATS
 from paceline.corpus.host_files import HostFiles
 from paceline.corpus.rows import Damaged
+from paceline.corpus.shard_files import ShardFiles
 from paceline.corpus.shards import Corpus
 from paceline.errors import DataError
 from refusals import raises
@@ -187,6 +188,24 @@ def test_damaged_files_stop_the_start_or_are_left_out_with_a_reason(folder: Path
         assert [name for name, _ in corpus.left_out] == [str(folder / "b.tar")]
     write_tar(folder / "b.tar", "mended")
     assert texts(Corpus.open([str(folder)], cache=cache)) == ["one", "mended", "two"]
+
+
+def test_a_file_that_could_not_be_read_is_tried_again_at_the_next_start(
+    folder: Path, cache: HostFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_lines(folder / "a.jsonl", "one")
+    write_lines(folder / "b.jsonl", "two")
+    read = ShardFiles.index
+
+    def fails(files: ShardFiles, shard: int) -> Any:
+        if shard:
+            raise Damaged("b.jsonl", None, "the file cannot be read: Input/output error")
+        return read(files, shard)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ShardFiles, "index", fails)
+        assert texts(Corpus.open([str(folder)], cache=cache, on_bad_shard="skip")) == ["one"]
+    assert texts(Corpus.open([str(folder)], cache=cache, on_bad_shard="skip")) == ["one", "two"]
 
 
 def test_a_lack_of_descriptors_is_no_damage(folder: Path, cache: HostFiles) -> None:

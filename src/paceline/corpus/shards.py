@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 from bisect import bisect_right
 from collections import OrderedDict
@@ -63,8 +62,8 @@ class Corpus:
     Attributes:
         format: format of all files.
         shards: description of each file, created on access.
-        left_out: name of each file that could not be indexed, and the reason. Later starts leave the file out without
-            reading it again, until the list of files or the size or modification time of a file changes.
+        left_out: name of each file that could not be indexed, and the reason. The next start tries to index the
+            file again.
         starts: number of the first row of each file, and the number of all rows; int64, shape (shards + 1,).
         classes: names of the classes of an image folder; empty for other formats.
         digest: SHA-256 in hex over the number of rows and the digest of each file, in order; for images, over their
@@ -287,9 +286,24 @@ def _summary(
     for column in (listing.names, listing.versions):
         whole.update(column.packed)
     whole.update(listing.sizes.tobytes() + listing.rows.tobytes())
-    return cache.opened(
-        f"summary 1 {whole.hexdigest()}", lambda into: _summarize(listing, cache, workers, into), _loaded, keep=True
-    )
+    try:
+        return cache.opened(
+            f"summary 1 {whole.hexdigest()}", lambda into: _summarize(listing, cache, workers, into), _loaded, keep=True
+        )
+    except _LeftOut as error:
+        return error.rows, error.digests, error.reasons
+
+
+class _LeftOut(Exception):
+    """The summary of a listing of which files are left out.
+
+    It is not kept, because the reason may pass: a disk that fails, or missing permissions. The next start indexes these
+    files again.
+    """
+
+    def __init__(self, rows: NDArray[np.int64], digests: NDArray[np.uint8], reasons: list[tuple[int, str]]) -> None:
+        super().__init__(reasons)
+        self.rows, self.digests, self.reasons = rows, digests, reasons
 
 
 def _summarize(listing: Listing, cache: HostFiles, workers: int | None, into: Path) -> None:
@@ -314,11 +328,12 @@ def _summarize(listing: Listing, cache: HostFiles, workers: int | None, into: Pa
         reasons = [(shard, reason) for shard, reason in enumerate(pool.map(index, range(shards))) if reason is not None]
     finally:
         pool.shutdown(cancel_futures=True)
-    left_out = np.frombuffer(json.dumps(reasons).encode(), np.uint8)
+    if reasons:
+        raise _LeftOut(rows, digests, reasons)
     with open(into, "wb") as file:
-        np.savez(file, rows=rows, digests=digests, left_out=left_out)
+        np.savez(file, rows=rows, digests=digests)
 
 
 def _loaded(path: Path) -> tuple[NDArray[np.int64], NDArray[np.uint8], list[tuple[int, str]]]:
     with np.load(path) as found:
-        return found["rows"], found["digests"], [tuple(pair) for pair in json.loads(found["left_out"].tobytes())]
+        return found["rows"], found["digests"], []
