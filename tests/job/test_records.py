@@ -50,6 +50,17 @@ def test_inputs_and_target_are_a_tuple_of_tensors(tmp_path: Path) -> None:
     assert (z, y) == (3, 1)
 
 
+def test_a_whole_number_among_fractions_is_a_fraction(tmp_path: Path) -> None:
+    rows = [{"x": [0.5, 2], "size": 1.5, "y": 1}, {"x": [1, 2], "size": 3, "y": 0}]
+    file = jsonl(tmp_path / "a.jsonl", rows)
+    train: Any = built(path=str(file), inputs=["x", "size"], target="y").train
+    x, size, y = train.__getitems__([1])
+    assert (x.dtype, size.dtype, y.dtype) == (torch.float32, torch.float32, torch.int64)
+    assert train.__getitems__([0, 1])[1].tolist() == [1.5, 3.0]
+    renamed: Any = built(path=str(file), columns={"z": "size", "labels": "y"}).train
+    assert renamed[1]["z"].dtype == torch.float32
+
+
 def test_columns_select_and_rename(tmp_path: Path) -> None:
     file = jsonl(tmp_path / "a.jsonl", [{"tokens": [1, 2], "next": [2, 3], "note": "n"}])
     sample = built(path=str(file), columns={"input_ids": "tokens", "labels": "next"}).train[0]

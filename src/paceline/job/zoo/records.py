@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 
 # a rank fetches ahead at most this fraction of the cache, so that ranks do not delete each other's copies
 _AHEAD_SHARE = 8
+_LOOKED_AT = 64  # rows in which fractions are looked for
 _MOST_DAMAGED = 100  # damaged samples in a row after which a data set counts as unreadable
 
 
@@ -55,6 +57,7 @@ def sharded_sets(
     corpus = opened(spec, spec.path)
     if form is not None:
         form.classes = getattr(corpus, "classes", None)
+        form.find_fractions(corpus)
     parts = divided(corpus, spec, has_held_out=spec.held_out_path is not None)
     train, held_out, test = (None if part is None else samples_of(corpus, part) for part in parts)
     assert train is not None
@@ -269,6 +272,21 @@ class RowForm:
         self._target = spec.target
         self._shape = spec.shape or input_shape
         self.classes: list[str] | None = None
+        self._fractions: set[str] = set()
+
+    def find_fractions(self, corpus: Corpus) -> None:
+        """Find the columns with fractions in the first rows of the first file.
+
+        In JSON Lines and CSV, a number such as 1 may stand in a column of fractions. It must not make its batch one of
+        integers.
+        """
+        if self._map is not None:
+            return
+        old = {column: name for name, column in (self._columns or {}).items()}
+        for row in range(min(_LOOKED_AT, int(corpus.starts[1]))):
+            with suppress(Damaged):
+                found = {name for name, value in corpus.row(row).items() if _has_fractions(value)}
+                self._fractions.update(old.get(name, name) for name in found)
 
     def sample(self, row: dict[str, Any], where: Where) -> Any:
         """Convert a row to a sample; errors name `where`.
@@ -321,12 +339,12 @@ class RowForm:
                 array = np.asarray(value)
             except ValueError:
                 array = np.asarray(None)
+            if array.dtype.kind == "f" or (array.dtype.kind in "iub" and name in self._fractions):
+                return array.astype(np.float32)
             if array.dtype.kind in "iub":
                 return array.astype(np.int64)
-            if array.dtype.kind == "f":
-                return array.astype(np.float32)
         elif isinstance(value, (bool, int, np.integer)):
-            return int(value)
+            return np.asarray(value, np.float32) if name in self._fractions else int(value)
         elif isinstance(value, (float, np.floating)):
             return np.asarray(value, np.float32)
         elif isinstance(value, (bytes, bytearray, memoryview)) or hasattr(value, "convert"):
@@ -373,6 +391,12 @@ def _tensor(value: Any) -> Any:
     if isinstance(value, Pixels):
         return value.normalised()
     return torch.from_numpy(value) if isinstance(value, np.ndarray) else value
+
+
+def _has_fractions(value: Any) -> bool:
+    if isinstance(value, list):
+        return any(map(_has_fractions, value))
+    return isinstance(value, (float, np.floating)) or (isinstance(value, np.ndarray) and value.dtype.kind == "f")
 
 
 def _stacked(column: Sequence[Any]) -> Tensor | None:
