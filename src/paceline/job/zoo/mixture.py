@@ -79,21 +79,26 @@ class MixedSamples(Dataset[Any]):
         return self._length
 
     def __getitem__(self, index: int) -> Any:
-        return self.sources[0].alone(self._raw([index])[0])
+        self.counts = {}
+        return self._alone(index)
 
     def __getitems__(self, indices: list[int]) -> Any:
-        return self.sources[0].batch(self._raw(indices))
-
-    def _raw(self, indices: list[int]) -> list[Any]:
         self.counts = {}
-        samples = []
-        for index in indices:
-            nth = int(np.searchsorted(self._offsets, index, side="right")) - 1
-            source = self.sources[nth]
-            samples.append(source.raw(index - self._offsets[nth]))
-            for name, number in source.counts.items():
-                self.counts[name] = self.counts.get(name, 0) + number
-        return samples
+        if any(isinstance(source, RecordSamples) and source.form.has_map for source in self.sources):
+            return [self._alone(index) for index in indices]
+        return self.sources[0].batch([self._raw(index)[1] for index in indices])
+
+    def _alone(self, index: int) -> Any:
+        source, sample = self._raw(index)
+        return source.alone(sample)
+
+    def _raw(self, index: int) -> tuple[ShardedSamples, Any]:
+        nth = int(np.searchsorted(self._offsets, index, side="right")) - 1
+        source = self.sources[nth]
+        sample = source.raw(index - self._offsets[nth])
+        for name, number in source.counts.items():
+            self.counts[name] = self.counts.get(name, 0) + number
+        return source, sample
 
     def set_epoch(self, epoch: int) -> None:
         """Pass the epoch to the sources, whose samples may depend on it."""
