@@ -388,6 +388,13 @@ def has_flash_attention(device: torch.device) -> bool:
     return _has_kernels(device.type, "_scaled_dot_product_flash_attention")
 
 
+def has_varlen_attention(device: torch.device) -> bool:
+    """Return True if `torch.nn.attention.varlen` has a kernel for the device."""
+    if device.type != "cuda" or not torch.backends.cuda.is_flash_attention_available():
+        return False
+    return torch.cuda.get_device_capability(device) >= (8, 0)
+
+
 def has_batch_norm_kernels(device: torch.device) -> bool:
     """Return True if the kernels of torch.nn.SyncBatchNorm exist."""
     return _has_kernels(device.type, "batch_norm_stats", "batch_norm_gather_stats_with_counts", "batch_norm_elemt")

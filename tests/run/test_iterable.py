@@ -104,13 +104,19 @@ def test_a_state_spares_reading_again_what_was_used(folder: Path) -> None:
         assert sum(event["read"] for event in events(run, "stream_read")[-1:]) == SAMPLES - 40
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("counts", [(2, 1), (1, 2), (2, 3)])
+# a stream that is divided by `get_worker_info` refuses more ranks than it began with, see below
+RANK_CHANGES = [
+    (kind, counts)
+    for kind in KINDS
+    for counts in ((2, 1), (1, 2), (2, 3))
+    if kind != "workers" or counts[1] < counts[0]
+]
+
+
+@pytest.mark.parametrize(("kind", "counts"), RANK_CHANGES)
 def test_an_epoch_goes_on_on_another_number_of_ranks(
     folder: Path, ranks: Ranks, kind: str, counts: tuple[int, int]
 ) -> None:
-    if kind == "workers" and counts[1] > counts[0]:
-        pytest.skip("refused, see below")
     for count, stop in zip(counts, ({"steps": 4}, {"epochs": 2}), strict=True):
         new_run(folder / "run", job(kind, stop=stop), f"dp={count}")
         ranks(count, train_as_rank, folder / "run", backend="shm")

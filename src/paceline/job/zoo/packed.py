@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from paceline.device import on_accelerator
+from paceline.device import has_varlen_attention
 from paceline.job.experts import without_values
 
 
@@ -91,10 +91,7 @@ def lengths(documents: Tensor) -> Tensor:
 
 def has_variable_lengths(x: Tensor, dtype: torch.dtype, size: int) -> bool:
     """Return True if `torch.nn.attention.varlen` supports the device, the dtype and the head size."""
-    if x.device.type != "cuda" or not on_accelerator(x) or dtype not in (torch.float16, torch.bfloat16):
+    if dtype not in (torch.float16, torch.bfloat16) or not has_varlen_attention(x.device):
         return False
     # The shape of the cumulative lengths depends on values, which are unknown while compiling and on the meta device.
-    if torch.compiler.is_compiling() or without_values(x) or size % 8 or size > 256:
-        return False
-    is_built = torch.backends.cuda.is_flash_attention_available()
-    return is_built and torch.cuda.get_device_capability(x.device) >= (8, 0)
+    return not (torch.compiler.is_compiling() or without_values(x) or size % 8 or size > 256)
