@@ -75,6 +75,28 @@ class Random(Plain):
         return {"x": torch.rand(1), "y": torch.tensor(np.random.rand()), "z": torch.tensor(random.random())}
 
 
+class Unnamed(Plain):
+    """Sample i is (i, a random number)."""
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {"x": torch.tensor([index, int(torch.randint(1000, ()))])}
+
+
+class Annotated(Unnamed):
+    """A data set of a user whose attributes have the names of ours, with other meanings."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts, self.corpus, self.starts = np.arange(3), ["one", "two"], [0, 1]
+        self.draws, self.tokenizer, self.window = False, str.split, 3
+
+    def digest(self) -> str:
+        return "text"
+
+    def epoch_order(self) -> None:
+        raise AssertionError
+
+
 class Counting(Rows):
     """A dataset with a state of its own: how many batches it has made."""
 
@@ -393,3 +415,12 @@ def test_held_out_batches_have_every_sample_once_over_the_replicas(samples: int,
 def test_a_held_out_sample_that_raises_is_named() -> None:
     with raises(DataError, "data.sample_raised", error="bad", index=13, kind="ValueError", which="sample 13"):
         list(held_out_batches(Plain(ValueError("bad")), batch=8, replica=0, replicas=1))
+
+
+def test_attributes_of_a_users_data_set_keep_their_meaning(num_workers: int) -> None:
+    annotated, plain = load(Annotated(), num_workers), load(Unnamed(), num_workers)
+    found = [list(loader) for loader in (annotated, plain)]
+    assert [batch["x"].tolist() for batch in found[0]] == [batch["x"].tolist() for batch in found[1]]
+    assert annotated.position is not None
+    assert annotated.position.counts == {}
+    assert annotated.fingerprint() == plain.fingerprint()

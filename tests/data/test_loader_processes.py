@@ -191,6 +191,17 @@ def test_small_batches_arrive_bit_by_bit_in_memory_of_their_own(
     assert torch.equal(values, before)
 
 
+EDGES = [edge + more for bits in (15, 16, 31, 32, 63) for edge in (-(2**bits), 2**bits) for more in (-1, 0, 1)]
+
+
+@given(st.lists(st.sampled_from([n for n in EDGES if -(2**63) <= n < 2**63]) | st.integers(-9, 9), max_size=9))
+def test_whole_numbers_of_any_size_arrive_unchanged(values: list[int]) -> None:
+    batch = torch.tensor(values, dtype=torch.int64)
+    with pytest.MonkeyPatch.context() as patch:
+        found = sent(batch, patch).batch()
+    assert (found.dtype, found.tolist()) == (torch.int64, values)
+
+
 WHOLE = torch.arange(24.0).view(4, 6)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import io
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from paceline.data.loader import Loader
 from paceline.errors import DataError, JobError, StorageError
 from paceline.job.job import Job
 from paceline.job.partition import Partition, PartitionSpec
-from paceline.job.samples import DataSets
+from paceline.job.samples import Columns, DataSets
 from refusals import raises
 
 
@@ -41,6 +42,11 @@ def jsonl(file: Path, rows: list[Any]) -> Path:
     return file
 
 
+def columns(dataset: Any, indices: Iterable[int]) -> Any:
+    batch = dataset.__getitems__(list(indices))
+    return batch.values if isinstance(batch, Columns) else default_collate(batch)
+
+
 def test_inputs_and_target_are_a_tuple_of_tensors(tmp_path: Path) -> None:
     file = jsonl(tmp_path / "a.jsonl", [{"x": [1.5, 2], "z": 3, "y": 1, "note": "n"}])
     train = built(path=str(file), inputs=["x", "z"], target="y").train
@@ -54,9 +60,9 @@ def test_a_whole_number_among_fractions_is_a_fraction(tmp_path: Path) -> None:
     rows = [{"x": [0.5, 2], "size": 1.5, "y": 1}, {"x": [1, 2], "size": 3, "y": 0}]
     file = jsonl(tmp_path / "a.jsonl", rows)
     train: Any = built(path=str(file), inputs=["x", "size"], target="y").train
-    x, size, y = train.__getitems__([1])
+    x, size, y = columns(train, [1])
     assert (x.dtype, size.dtype, y.dtype) == (torch.float32, torch.float32, torch.int64)
-    assert train.__getitems__([0, 1])[1].tolist() == [1.5, 3.0]
+    assert columns(train, [0, 1])[1].tolist() == [1.5, 3.0]
     renamed: Any = built(path=str(file), columns={"z": "size", "labels": "y"}).train
     assert renamed[1]["z"].dtype == torch.float32
 
@@ -112,7 +118,7 @@ def test_images_of_a_folder_are_the_same_as_of_kind_images(tmp_path: Path) -> No
             Image.fromarray(pixels).save(tmp_path / "photos" / label / f"{nth}.png")
     records = built(path=str(tmp_path / "photos"), format="images", shape=[3, 16, 16])
     images: Any = built(kind="images", path=str(tmp_path / "photos"), shape=[3, 16, 16]).train
-    batch = records.train.__getitems__(list(range(6)))  # type: ignore[attr-defined]
+    batch = columns(records.train, range(6))
     expected = {(float(image.sum()), int(label)) for image, label in (images[i] for i in range(6))}
     assert {(float(image.sum()), int(label)) for image, label in zip(*batch, strict=True)} == expected
     assert records.classes == ["ants", "bees"]
@@ -131,7 +137,7 @@ def test_a_damaged_image_is_named_or_replaced(tmp_path: Path) -> None:
         train.__getitems__(list(range(9)))
     assert "4.png" in str(caught.value)
     train = built(**keys, on_bad_shard="skip").train
-    images, labels = train.__getitems__(list(range(9)))
+    images, labels = columns(train, range(9))
     assert images.shape == (9, 3, 8, 8)
     assert labels.tolist() == [0] * 9
     assert train.counts == {"replaced": 1}
@@ -167,11 +173,10 @@ def test_images_of_sources_are_normalised_also_one_by_one(tmp_path: Path) -> Non
         for dataset in (sets.train, sets.held_out):
             samples: Any = dataset
             images, _ = default_collate([samples[n] for n in range(len(samples))])
-            batch = samples.__getitems__(list(range(len(samples))))
-            together, _ = default_collate(batch) if isinstance(batch, list) else batch
+            together, _ = columns(samples, range(len(samples)))
             assert torch.equal(images, together)
             assert images.dtype == torch.float32
-    assert torch.equal(alone[0][0], alone.__getitems__([0])[0][0])
+    assert torch.equal(alone[0][0], columns(alone, [0])[0][0])
 
 
 def pictures(folder: Path, classes: str) -> Path:

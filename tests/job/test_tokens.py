@@ -16,7 +16,7 @@ from commands import paceline
 from paceline.corpus.tokenizer import Tokenizer
 from paceline.errors import DataError, JobError
 from paceline.job.job import Job
-from paceline.job.samples import DataSets
+from paceline.job.samples import DataSets, digest_of
 from refusals import raises
 from small_tokenizers import END, MASK, PAD, SENTENCES, save_tokenizer
 
@@ -70,7 +70,10 @@ def built(path: Path, tokenizer: Tokenizer | None = None, **data: Any) -> DataSe
 
 
 def samples(dataset: Any) -> list[Any]:
-    return list(dataset.__getitems__(list(range(len(dataset)))))
+    columns = dataset.__getitems__(list(range(len(dataset)))).values
+    if isinstance(columns, dict):
+        return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+    return list(zip(*columns, strict=True))
 
 
 def pairs(dataset: Any) -> list[tuple[int, int]]:
@@ -188,7 +191,7 @@ def test_text_is_converted_once_for_packing(
     def never(self: Tokenizer, text: str, *, end: bool = True) -> Any:
         raise AssertionError("converted again")
 
-    monkeypatch.setattr(Tokenizer, "encode", never)
+    monkeypatch.setattr(Tokenizer, "ids", never)
     assert len(built(text, tokenizer, pack=True).train)  # type: ignore[arg-type]
     assert list((tmp_path / "cache").rglob("*.arrow")) == made
 
@@ -255,3 +258,40 @@ def test_other_files_or_another_tokenizer_change_the_identity_of_the_data(
     assert digest(text, tokenizer) == digest(text, tokenizer) != digest(text, larger)
     assert digest(text, tokenizer) != digest(write_text(tmp_path / "other", TEXTS[:9], TEXTS[10:]), tokenizer)
     assert np.unique(digest(text, tokenizer)).size == 2
+
+
+def mixture_of(**sources: dict[str, Any]) -> Any:
+    job = job_of(Path("unused"))
+    data = {name: {"kind": "tokens", "held_out": 0, "context": 256, **source} for name, source in sources.items()}
+    return Job(**job.model_dump(exclude={"data"}), data={"kind": "mixture", "sources": data}).data.build(
+        input_shape=None, seed=0
+    )
+
+
+@pytest.mark.parametrize("objective", ["causal", "masked"])
+def test_a_mixture_has_the_samples_and_the_counts_of_its_sources(
+    text: Path, folder: Path, tokenizer: Tokenizer, objective: str
+) -> None:
+    keys = {"tokenizer": str(tokenizer.path), "objective": objective}
+    mixed = mixture_of(a={"path": str(text), **keys}, b={"path": str(folder), **keys}).train
+    alone: list[Any] = [built(path, tokenizer, context=256, objective=objective).train for path in (text, folder)]
+    digests = [digest_of(sample) for dataset in alone for sample in samples(dataset)]
+    assert [digest_of(sample) for sample in samples(mixed)] == digests
+    assert mixed.counts == {name: sum(one.counts[name] for one in alone) for name in alone[0].counts}
+    assert [digest_of(mixed[number]) for number in range(len(mixed))] == digests
+
+
+def test_sources_whose_tokens_mean_different_things_are_refused(
+    text: Path, folder: Path, tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    first = {"path": str(text), "tokenizer": str(tokenizer.path)}
+    larger = Tokenizer.load(save_tokenizer(tmp_path / "larger", vocab=330))
+    for key, second in (
+        ("context", {**first, "context": 128}),
+        ("objective", {**first, "objective": "masked"}),
+        ("pack", {**first, "pack": True}),
+        ("tokenizer", {**first, "tokenizer": str(larger.path)}),
+    ):
+        with raises(DataError, "data.tokens_of_sources_differ", key=key, first="a", second="b"):
+            mixture_of(a=first, b=second)
+    assert len(mixture_of(a=first, b={"path": str(folder)}).train) == 2 * len(TEXTS)

@@ -84,20 +84,21 @@ class Tokenizer:
         return cls(file, 1 + max(ids.values()), end, end if pad is None else pad, mask, digest, model)
 
     def encode(self, text: str, *, end: bool = True) -> Tokens:
-        """Convert a document to tokens, and append the end token if `end`.
+        """Convert a document to tokens, int32, shape (tokens,); see `ids`."""
+        return np.array(self.ids(text, end=end), dtype=np.int32)
+
+    def ids(self, text: str, *, end: bool = True) -> list[int]:
+        """Convert a document to token ids, and append the end token if `end`.
 
         The tokenizer's own template, such as `[CLS] … [SEP]`, is not applied. Special tokens that are spelled out in
         the text become these tokens. An unpaired surrogate becomes U+FFFD.
-
-        Returns:
-            Token ids, int32, shape (tokens,).
         """
         valid = text if text.isascii() else _without_surrogates(text)
         # This call computes no offsets into the text, and starts no threads for a single text.
-        found = self._model.encode_batch_fast([valid], add_special_tokens=False)[0].ids
+        found: list[int] = self._model.encode_batch_fast([valid], add_special_tokens=False)[0].ids
         if end:
             found.append(self.end_token_id)
-        return np.array(found, dtype=np.int32)
+        return found
 
     def decode(self, tokens: Iterable[int]) -> str:
         """Convert tokens to text; special tokens stay visible."""

@@ -26,7 +26,7 @@ from paceline.data.whole import BatchShard, Flow
 from paceline.errors import DataError, LoaderProcessError, PlanError, StorageError
 from paceline.job.batch import on_device
 from paceline.job.partition import Partition, Place
-from paceline.job.samples import digest_of, in_users_data
+from paceline.job.samples import digest_of, files_of, in_users_data
 from paceline.own_random import kept_random
 
 _LOOKED_AHEAD_EVERY = 16  # steps between updates of the list of shards to fetch ahead
@@ -272,11 +272,12 @@ class Loader:
 
     def _read_fingerprint(self) -> list[int]:
         partition, dataset = self.partition, in_users_data(self._looks.dataset, [])[0]
+        files = files_of(dataset)
         samples = self._samples.length()
         if samples is None or (isinstance(partition, Partition) and partition.held_samples != partition.samples):
             return []
-        if (digest := getattr(dataset, "digest", None)) is not None:
-            return [samples, *digest]
+        if files is not None:
+            return [samples, *files.digest]
         found = [samples]
         if isinstance(partition, Flow) or self._looks.stateful or hasattr(dataset, "set_epoch"):
             return found
@@ -527,12 +528,12 @@ class Loader:
     def _fetch_ahead(self, epoch: int, step: int) -> None:
         """Fetch the shards that this replica reads next, in the background."""
         if self._fetches is not None and isinstance(self.partition, Partition):
-            dataset: Any = in_users_data(self.dataset, [])[0]
+            files = files_of(self.dataset)
             wanted: list[int] = []
             held = 0
             for shard in self.partition.shards_from(epoch, step):
-                held += dataset.bytes_of(shard)
-                if wanted and held > dataset.ahead_bytes:
+                held += files.bytes_of(shard)
+                if wanted and held > files.ahead_bytes:
                     break
                 wanted.append(shard)
             self._fetches.want(wanted)
@@ -616,8 +617,8 @@ class Loader:
 
 
 def _fetch_ahead(dataset: Any) -> FetchAhead | None:
-    dataset = in_users_data(dataset, [])[0]
-    return FetchAhead(dataset.fetch) if hasattr(dataset, "epoch_order") and not dataset.reads_in_place else None
+    files = files_of(dataset)
+    return None if files is None or files.reads_in_place else FetchAhead(files.fetch)
 
 
 def _end_processes(loader: StatefulDataLoader[Any]) -> None:

@@ -126,12 +126,16 @@ class _ByValue(ForkingPickler):
             raise pickle.PicklingError("a large array")
         if not isinstance(value, Tensor):
             return NotImplemented
-        if not _is_plain(value) or value.nbytes > self._left or value.data_ptr() in self._sent:
-            raise pickle.PicklingError("a large tensor, one of another kind, or a second view of the same memory")
-        self._left -= value.nbytes
+        if not _is_plain(value) or value.data_ptr() in self._sent:
+            raise pickle.PicklingError("a tensor of another kind, or a second view of the same memory")
+        sent = _narrowed(value) if value.nbytes <= 4 * self._left else value
+        if sent.nbytes > self._left:
+            raise pickle.PicklingError("a large tensor")
+        self._left -= sent.nbytes
         if value.nbytes:
             self._sent.add(value.data_ptr())
-        return _tensor, (bytearray(value.reshape(-1).view(torch.uint8).numpy()), value.dtype, value.shape)
+        content = bytearray(sent.reshape(-1).view(torch.uint8).numpy())
+        return _tensor, (content, sent.dtype, value.dtype, value.shape)
 
 
 def _is_plain(value: Tensor) -> bool:
@@ -143,8 +147,25 @@ def _is_plain(value: Tensor) -> bool:
     return value.is_contiguous() and value.untyped_storage().nbytes() == value.nbytes
 
 
-def _tensor(held: bytearray, dtype: torch.dtype, shape: torch.Size) -> Tensor:
-    return torch.frombuffer(held, dtype=dtype).clone().view(shape) if held else torch.empty(shape, dtype=dtype)
+def _narrowed(value: Tensor) -> Tensor:
+    """Convert whole numbers, such as tokens, to the smallest type that holds them.
+
+    The types are int16, int32 and int64.
+    """
+    if value.dtype != torch.int64 or not value.numel():
+        return value
+    least, most = (int(bound) for bound in value.aminmax())
+    for dtype in (torch.int16, torch.int32):
+        limits = torch.iinfo(dtype)
+        if limits.min <= least and most <= limits.max:
+            return value.to(dtype)
+    return value
+
+
+def _tensor(content: bytearray, sent: torch.dtype, dtype: torch.dtype, shape: torch.Size) -> Tensor:
+    if not content:
+        return torch.empty(shape, dtype=dtype)
+    return torch.frombuffer(content, dtype=sent).to(dtype, copy=True).view(shape)
 
 
 def failed(

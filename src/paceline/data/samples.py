@@ -21,7 +21,7 @@ from torch.utils.data import Dataset, TensorDataset, default_collate, get_worker
 from torchdata.stateful_dataloader.stateful import Stateful
 
 from paceline.errors import DataError, Problem, StorageError
-from paceline.job.samples import Collated, TensorSamples, apart, are_columns, in_users_data
+from paceline.job.samples import Collated, TensorSamples, apart, columns_of, files_of, in_users_data
 from paceline.own_random import SampleRandom
 
 Collate = Callable[[list[Any]], Any]
@@ -69,9 +69,9 @@ class RequestedSamples(Dataset[Any]):
         self.draws = self.collate_draws = False
         self.left_out: list[Any] = []
         self.retry_s = 0.0
-        kept = type(in_users_data(dataset, [])[0]) in (TensorDataset, TensorSamples)
-        self.in_memory = kept
-        self._cannot_draw = kept and not self.has_own_collate
+        files = files_of(dataset)
+        self.in_memory = type(in_users_data(dataset, [])[0]) in (TensorDataset, TensorSamples)
+        self._cannot_draw = (self.in_memory if files is None else not files.draws) and not self.has_own_collate
         self.stateful = isinstance(dataset, Stateful)
         if isinstance(dataset, Stateful):  # torchdata saves the state of an object that has these two methods
             self.state_dict, self.load_state_dict = dataset.state_dict, dataset.load_state_dict
@@ -111,7 +111,8 @@ class RequestedSamples(Dataset[Any]):
         self.begin_epoch(request.epoch)
         if get_worker_info() is None:
             return self._read(request)
-        SampleRandom.start(self.seed, request.epoch, request.step, self.replica)
+        if not self._cannot_draw:
+            SampleRandom.start(self.seed, request.epoch, request.step, self.replica)
         try:
             return self._read(request)
         except DataError as error:
@@ -130,8 +131,9 @@ class RequestedSamples(Dataset[Any]):
                     raise
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
-        counts = getattr(in_users_data(self.dataset, [])[0], "counts", None) if request.indices else None
-        return CountedBatch(batch, self.left_out, counts or {}) if self.left_out or counts else batch
+        files = files_of(self.dataset) if request.indices else None
+        counts = {} if files is None else files.counts
+        return CountedBatch(batch, self.left_out, counts) if self.left_out or counts else batch
 
     def read(self, indices: list[int], at: tuple[int, int] | None = None) -> Any:
         """Read these samples as one collated batch; return None if `indices` is empty.
@@ -194,8 +196,8 @@ class RequestedSamples(Dataset[Any]):
 
     def _collate(self, samples: Any, indices: list[Any]) -> Any:
         own_batches = self.read_many is not None and not self.bulk and not self.has_own_collate
-        if own_batches and are_columns(samples, indices, self.read_many):
-            return samples
+        if own_batches and (columns := columns_of(samples, indices, self.read_many)) is not None:
+            return columns
         self.left_out = []
         if self.has_own_collate and isinstance(samples, list) and not self.bulk:
             self.left_out = [index for index, sample in zip(indices, samples, strict=False) if sample is None]

@@ -68,6 +68,26 @@ class TensorSamples(Dataset[Batch]):
         return (inputs if self.prepare is None else self.prepare(inputs)), self.target.index_select(0, rows)
 
 
+class FileSamples(Dataset[Any]):
+    """Base class of paceline's data sets that read their files during the run.
+
+    A user's data set may have attributes of the same names with another meaning, so code that uses these attributes
+    gets the data set from `files_of`. Subclasses also define `counts`, which holds numbers about the last batch for the
+    run's record, and `digest`, a list of numbers that changes with the files.
+
+    Attributes:
+        draws: whether reading a sample may use random numbers.
+    """
+
+    draws = False
+
+
+def files_of(dataset: Any) -> Any:
+    """Return the `FileSamples` without wrappers; None for other data sets."""
+    found = in_users_data(dataset, [])[0]
+    return found if isinstance(found, FileSamples) else None
+
+
 class _Wrapped(Dataset[Any]):
     """Wrapper of a user's data set that passes on its batched access and `set_epoch`."""
 
@@ -147,17 +167,36 @@ class Collated(_Wrapped):
 
     def __getitems__(self, indices: list[int]) -> list[Any]:
         samples = self._read(indices)
-        return list(zip(*samples, strict=True)) if are_columns(samples, indices, self._batched) else list(samples)
+        columns = columns_of(samples, indices, self._batched)
+        if columns is None:
+            return list(samples)
+        if isinstance(columns, dict):
+            return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+        return list(zip(*columns, strict=True))
 
 
-def are_columns(batch: Any, indices: list[Any], read_many: Callable[[list[Any]], Any] | None) -> bool:
-    """Return True if `read_many(indices)` returned collated columns instead of a list of samples."""
+class Columns(NamedTuple):
+    """Collated columns of a batch: a tuple or a dict of tensors of equal length.
+
+    A data set may return them from `__getitems__`, in place of a list of samples.
+    """
+
+    values: tuple[Tensor, ...] | dict[str, Tensor]
+
+
+def columns_of(
+    batch: Any, indices: list[Any], read_many: Callable[[list[Any]], Any] | None
+) -> tuple[Tensor, ...] | dict[str, Tensor] | None:
+    """Return the collated columns in the result of `read_many(indices)`; None for a list of samples."""
+    if isinstance(batch, Columns):
+        return batch.values
     if not isinstance(batch, tuple) or not all(isinstance(part, Tensor) for part in batch):
-        return False
+        return None
     count = len(indices)
     if any(part.dim() == 0 or len(part) != count for part in batch):
-        return False
-    return len(batch) != count or count == 1 or read_many is None or len(read_many(indices[:1])) != 1
+        return None
+    is_columns = len(batch) != count or count == 1 or read_many is None or len(read_many(indices[:1])) != 1
+    return batch if is_columns else None
 
 
 def apart(dataset: Any) -> Any:

@@ -21,7 +21,7 @@ from paceline.errors import ClusterError, DataError
 from paceline.job.job import Job
 from paceline.job.parameters import names_of
 from paceline.job.partition import Partition
-from paceline.job.samples import DataSets, in_users_data
+from paceline.job.samples import DataSets, files_of
 from paceline.job.streams import Stream
 from paceline.planning.plan import DATA_AXES, Plan
 from paceline.run.convert import WeightSource, fitted, load_weights, weights_from
@@ -189,8 +189,7 @@ def loader_of(job: Job, mesh: Mesh, data: DataSets, num_workers: int = 0) -> Loa
         return _stream_loader(job, mesh, data.train, num_workers or job.data.num_workers)
     hosts = mesh.data_rank_hosts
     host_samples = _host_samples(job, data, mesh.world)
-    own = in_users_data(data.train, [])[0]
-    shards = own if hasattr(own, "epoch_order") else None
+    shards = files_of(data.train)
     if shards is not None and host_samples is None:
         _check_same_shards(shards.digest, mesh.world)
     partition = Partition(

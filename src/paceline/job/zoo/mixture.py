@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
@@ -11,8 +12,9 @@ from torch.utils.data import ConcatDataset, Dataset
 
 from paceline.corpus.order import Mixture
 from paceline.errors import DataError
-from paceline.job.samples import DataSets, Selection
+from paceline.job.samples import DataSets, FileSamples, Selection
 from paceline.job.zoo.records import RecordSamples, ShardedSamples
+from paceline.job.zoo.tokens import Sequences
 
 if TYPE_CHECKING:
     from paceline.job.data import Mixture as MixtureSpec
@@ -39,7 +41,7 @@ def _joined(sets: list[Any]) -> Dataset[Any] | None:
     return Selection(joined, np.arange(len(joined)))
 
 
-class MixedSamples(Dataset[Any]):
+class MixedSamples(FileSamples):
     """Samples of several sources in the proportions of their weights.
 
     The length of an epoch is the sum of the sizes of the sources, each multiplied by its `repeat`. Without weights,
@@ -48,7 +50,6 @@ class MixedSamples(Dataset[Any]):
     Attributes:
         names: names of the sources.
         sizes: number of samples of each source.
-        counts: numbers about the last batch for the run's record; see `ShardedSamples`.
 
     Raises:
         DataError: a source has its own collate function.
@@ -63,7 +64,13 @@ class MixedSamples(Dataset[Any]):
                     "data.sources.{name} has its own collate function. Set data.collate of the mixture instead.",
                     name=name,
                 )
-        _check_classes({name: source for name, source in sources.items() if isinstance(source, RecordSamples)})
+        records = {name: source for name, source in sources.items() if isinstance(source, RecordSamples)}
+        tokens = {name: source for name, source in sources.items() if isinstance(source, Sequences)}
+        _check_classes(records)
+        _check_sequences(tokens)
+        # whether the samples of all sources form a batch in the same way
+        self._alike = not records or not (tokens or any(source.draws for source in records.values()))
+        self.draws = any(source.draws for source in self.sources)
         self.sizes = [len(source) for source in self.sources]
         drawn = [size * spec.repeat.get(name, 1) for name, size in zip(self.names, self.sizes, strict=True)]
         self._length = round(sum(drawn))
@@ -73,32 +80,38 @@ class MixedSamples(Dataset[Any]):
         self._first_shards = [0, *accumulate(len(source.starts) - 1 for source in self.sources)]
         self.window = max(source.window for source in self.sources)
         self.ahead_bytes = min(source.ahead_bytes for source in self.sources)
-        self.counts: dict[str, int] = {}
 
     def __len__(self) -> int:
         return self._length
 
     def __getitem__(self, index: int) -> Any:
-        self.counts = {}
-        return self._alone(index)
-
-    def __getitems__(self, indices: list[int]) -> Any:
-        self.counts = {}
-        if any(isinstance(source, RecordSamples) and source.form.has_map for source in self.sources):
-            return [self._alone(index) for index in indices]
-        return self.sources[0].batch([self._raw(index)[1] for index in indices])
-
-    def _alone(self, index: int) -> Any:
-        source, sample = self._raw(index)
+        [(source, sample)] = self._raw([index])
         return source.alone(sample)
 
-    def _raw(self, index: int) -> tuple[ShardedSamples, Any]:
-        nth = int(np.searchsorted(self._offsets, index, side="right")) - 1
-        source = self.sources[nth]
-        sample = source.raw(index - self._offsets[nth])
-        for name, number in source.counts.items():
-            self.counts[name] = self.counts.get(name, 0) + number
-        return source, sample
+    def __getitems__(self, indices: list[int]) -> Any:
+        raw = self._raw(indices)
+        if self._alike:
+            return self.sources[0].batch([sample for _, sample in raw])
+        return [source.alone(sample) for source, sample in raw]
+
+    def _raw(self, indices: list[int]) -> list[tuple[ShardedSamples, Any]]:
+        """Read samples, each with its source."""
+        sources = np.searchsorted(self._offsets, indices, side="right") - 1
+        found: dict[int, tuple[ShardedSamples, Any]] = {}
+        for nth, source in enumerate(self.sources):
+            source.counts = {}
+            places = np.flatnonzero(sources == nth).tolist()
+            samples = source.raw([indices[place] - self._offsets[nth] for place in places])
+            found |= {place: (source, sample) for place, sample in zip(places, samples, strict=True)}
+        return [found[place] for place in range(len(indices))]
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Numbers about the last batch for the run's record; see `ShardedSamples`."""
+        total: Counter[str] = Counter()
+        for source in self.sources:
+            total.update(source.counts)
+        return dict(total)
 
     def set_epoch(self, epoch: int) -> None:
         """Pass the epoch to the sources, whose samples may depend on it."""
@@ -190,3 +203,22 @@ def _check_classes(sources: dict[str, RecordSamples]) -> None:
                 classes=list(known[first]),
                 others=list(classes),
             )
+
+
+def _check_sequences(sources: dict[str, Sequences]) -> None:
+    """Refuse sources of tokens whose samples would mean different things to the model."""
+    forms = {name: source.form for name, source in sources.items()}
+    for name, form in forms.items():
+        first = next(iter(forms))
+        for key, value in form.meaning.items():
+            if value != forms[first].meaning[key]:
+                raise DataError(
+                    "data.tokens_of_sources_differ",
+                    "data.sources: {first} has the {key} {value}, but {second} has {other}. The samples of a batch "
+                    "must have the same {key}.",
+                    first=first,
+                    second=name,
+                    key=key,
+                    value=forms[first].meaning[key],
+                    other=value,
+                )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -11,7 +12,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset
 
 from paceline.corpus.host_files import HostFiles
 from paceline.corpus.order import Ints, Order
@@ -19,7 +19,7 @@ from paceline.corpus.rows import Damaged
 from paceline.corpus.shards import Corpus, Shard, Where
 from paceline.errors import DataError, StorageError
 from paceline.files import cache_folder, made_cache_folder
-from paceline.job.samples import DataSets, SplitSpec, shares
+from paceline.job.samples import Columns, DataSets, FileSamples, SplitSpec, shares
 from paceline.job.spec import load_object
 from paceline.job.zoo.images import PHOTO, Normalise, decoded, photo_shape
 from paceline.text import nearest
@@ -140,7 +140,7 @@ def _in_proportion(counts: Ints, total: int) -> Ints:
     return divided
 
 
-class ShardedSamples(Dataset[Any]):
+class ShardedSamples(FileSamples):
     """Samples of a corpus that are read from its shards on demand.
 
     Subclasses define `sample` or `read`, and may define `batch`.
@@ -164,19 +164,19 @@ class ShardedSamples(Dataset[Any]):
         return int(self.starts[-1])
 
     def __getitem__(self, index: int) -> Any:
-        return self.alone(self.raw(index))
-
-    def raw(self, index: int) -> Any:
-        """Read a sample as `batch` and `alone` take it."""
         self.counts = {}
-        return self._read(index)
+        return self.alone(self.raw([index])[0])
 
     def __getitems__(self, indices: list[int]) -> Any:
         self.counts = {}
-        return self.batch([self._read(index) for index in indices])
+        return self.batch(self.raw(indices))
+
+    def raw(self, indices: list[int]) -> list[Any]:
+        """Read samples as `batch` and `alone` take them, and add to `counts`."""
+        return [self._read(index) for index in indices]
 
     def read(self, index: int, shard: int) -> Any:
-        """Read a sample, which is in this shard. May raise Damaged."""
+        """Read a sample, which is in this shard, for `raw`. May raise Damaged."""
         row = int(self._firsts[shard] + index - self.starts[shard])
         return self.sample(self.corpus.row(row), Where(self.corpus, row))
 
@@ -223,7 +223,7 @@ class ShardedSamples(Dataset[Any]):
         tries = _MOST_DAMAGED if self._skips else 1
         for attempt in range(tries):
             try:
-                return self.read(index, int(np.searchsorted(self.starts, index, side="right")) - 1)
+                return self.read(index, bisect_right(self.starts.data, index) - 1)
             except Damaged as damage:
                 if attempt + 1 == tries:
                     raise DataError(
@@ -246,7 +246,7 @@ class RecordSamples(ShardedSamples):
     def __init__(self, corpus: Corpus, spans: Spans, form: RowForm, spec: Records) -> None:
         super().__init__(corpus, spans, spec)
         self.form = form
-        self.classes = form.classes
+        self.classes, self.draws = form.classes, form.has_map
 
     def sample(self, row: dict[str, Any], where: Where) -> Any:
         """Select, transform and convert the columns of a row."""
@@ -321,9 +321,9 @@ class RowForm:
     def batch(self, samples: list[Any]) -> Any:
         """Collate inputs and targets if they have equal shapes; otherwise return the samples."""
         if self._map is None and isinstance(samples[0], tuple):
-            columns = [_stacked(column) for column in zip(*samples, strict=True)]
-            if all(column is not None for column in columns):
-                return tuple(columns)
+            columns = [stacked for column in zip(*samples, strict=True) if (stacked := _stacked(column)) is not None]
+            if len(columns) == len(samples[0]):
+                return Columns(tuple(columns))
         return [self.alone(sample) for sample in samples]
 
     @property

@@ -30,7 +30,7 @@ from paceline.corpus.tokens import (
 )
 from paceline.errors import DataError, StorageError
 from paceline.files import made_cache_folder
-from paceline.job.samples import DataSets
+from paceline.job.samples import Columns, DataSets
 from paceline.job.zoo.arrays import IGNORED, hide, sample_keys
 from paceline.job.zoo.records import ShardedSamples, Spans, host_files, opened, sharded_sets
 from paceline.storage.url import is_url
@@ -53,10 +53,10 @@ def build_tokens(spec: Tokens, seed: int) -> DataSets:
     spec = convert_text(spec, tokenizer)
     if not _is_tokens(spec):
         assert tokenizer is not None
-        form = SequenceForm(spec, tokenizer, seed)
+        form = SequenceForm(spec, tokenizer, tokenizer.sha256, seed)
         return sharded_sets(spec, lambda corpus, spans: TextSamples(corpus, spans, spec, form, tokenizer))
     folders = Folders(spec, tokenizer)
-    form = SequenceForm(spec, folders.first, seed)
+    form = SequenceForm(spec, folders.first, folders.first.tokenizer_sha256, seed)
     arrow = spec.model_copy(update={"format": "arrow"})
     return sharded_sets(arrow, lambda corpus, spans: TokenSamples(corpus, spans, spec, form, folders, tokenizer))
 
@@ -216,25 +216,45 @@ class Excerpt(NamedTuple):
     """Tokens of a document that a sample holds.
 
     Attributes:
-        tokens: the tokens, followed by the next token of the document if there is one; int32.
+        tokens: the tokens, followed by the next token of the document if there is one.
         length: number of tokens without this next token.
     """
 
-    tokens: NDArray[np.int32]
+    tokens: NDArray[np.int32] | list[int]
     length: int
 
 
-class SequenceForm:
-    """Conversion of excerpts of documents to a sample of `context` positions.
+class Contents(NamedTuple):
+    """Excerpts that fill a sample.
 
-    All tensors are int64, shape (context,). A causal sample is `(input, target)`, in which the target is the next
-    token. A packed sample, causal or masked, is a dict of `input_ids`, `position_ids` and `labels`. A masked sample
-    without packing is a dict of `input_ids`, `labels` and `attention_mask`, which excludes the padding. The last token
-    of a document has no next token, so its causal label is -100, as for padding.
+    Attributes:
+        number: number of the sample, which selects the hidden tokens of a masked sample.
     """
 
-    def __init__(self, spec: Tokens, ids: Ids, seed: int) -> None:
+    number: int
+    excerpts: Sequence[Excerpt]
+
+
+class SequenceForm:
+    """Conversion of excerpts of documents to samples of `context` positions.
+
+    All tensors are int64. The tensors of a sample have the shape (context,). A causal sample is `(input, target)`, in
+    which the target is the next token. A packed sample, causal or masked, is a dict of `input_ids`, `position_ids` and
+    `labels`. A masked sample without packing is a dict of `input_ids`, `labels` and `attention_mask`, which excludes
+    the padding. The last token of a document has no next token, so its causal label is -100, as for padding.
+
+    Attributes:
+        meaning: settings that samples must share to be in one batch, by name.
+    """
+
+    def __init__(self, spec: Tokens, ids: Ids, tokenizer: str, seed: int) -> None:
         self.context, self.packed, self.causal = spec.context, spec.pack, spec.objective == "causal"
+        self.meaning = {
+            "tokenizer": tokenizer,
+            "context": spec.context,
+            "objective": spec.objective,
+            "pack": spec.pack,
+        }
         self.seed, self.epoch = seed, 0
         self.vocab_size, self.pad, self.end, self._mask = (
             ids.vocab_size,
@@ -250,44 +270,50 @@ class SequenceForm:
             )
         self._positions = np.arange(spec.context)
 
-    def sample(self, excerpts: Sequence[Excerpt], index: int, counts: dict[str, int]) -> Any:
-        """Return a sample, and add its numbers of tokens to `counts`.
+    def batch(self, sequences: Sequence[Contents], counts: dict[str, int]) -> Columns:
+        """Return a batch, and add its numbers of tokens to `counts`.
 
         Args:
-            index: number of the sample, which selects the hidden tokens of a masked sample.
             counts: receives `tokens` (labels that count), `padding` and `positions`.
         """
-        context = self.context
-        ids, labels = np.full(context, self.pad, np.int64), np.full(context, IGNORED, np.int64)
-        positions = np.empty(context, np.int64)
-        at = 0
-        for tokens, length in excerpts:
-            ids[at : at + length] = tokens[:length]
-            labels[at : at + len(tokens) - 1] = tokens[1:]
-            positions[at : at + length] = self._positions[:length]
-            at += length
-        positions[at:] = self._positions[: context - at]
+        shape = len(sequences), self.context
+        ids, labels = np.full(shape, self.pad, np.int64), np.full(shape, IGNORED, np.int64)
+        positions = np.empty(shape, np.int64) if self.packed else None
+        ends = []
+        for row, (_, excerpts) in enumerate(sequences):
+            at = 0
+            for tokens, length in excerpts:
+                first, at = at, at + length
+                ids[row, first:at] = tokens[:length]
+                labels[row, first : at - 1] = ids[row, first + 1 : at]
+                if len(tokens) > length:
+                    labels[row, at - 1] = tokens[length]
+                if positions is not None:
+                    positions[row, first:at] = self._positions[:length]
+            if positions is not None:
+                positions[row, at:] = self._positions[: self.context - at]
+            ends.append(at)
+        used = self._positions < np.array(ends)[:, None]
         if not self.causal:
             assert self._mask is not None
-            may_hide = (self._positions < at) & (ids != self.end)
-            keys = sample_keys(self.seed, self.epoch, [index])
-            hidden = hide(ids[None], keys, mask=self._mask, vocab=self.vocab_size, may_hide=may_hide[None])
-            ids, labels = hidden[0][0], hidden[1][0]
+            keys = sample_keys(self.seed, self.epoch, [number for number, _ in sequences])
+            may_hide = used & (ids != self.end)
+            ids, labels = hide(ids, keys, mask=self._mask, vocab=self.vocab_size, may_hide=may_hide)
         for name, number in (
-            ("tokens", int((labels != IGNORED).sum())),
-            ("padding", context - at),
-            ("positions", context),
+            ("tokens", int(np.count_nonzero(labels != IGNORED))),
+            ("padding", ids.size - sum(ends)),
+            ("positions", ids.size),
         ):
             counts[name] = counts.get(name, 0) + number
         columns = {"input_ids": torch.from_numpy(ids), "labels": torch.from_numpy(labels)}
-        if self.packed:
-            return {**columns, "position_ids": torch.from_numpy(positions)}
+        if positions is not None:
+            return Columns({**columns, "position_ids": torch.from_numpy(positions)})
         if self.causal:
-            return columns["input_ids"], columns["labels"]
-        return {**columns, "attention_mask": torch.from_numpy((self._positions < at).astype(np.int64))}
+            return Columns((columns["input_ids"], columns["labels"]))
+        return Columns({**columns, "attention_mask": torch.from_numpy(used.astype(np.int64))})
 
 
-class _Sequences(ShardedSamples):
+class Sequences(ShardedSamples):
     """Samples that a `SequenceForm` creates.
 
     Attributes:
@@ -304,8 +330,19 @@ class _Sequences(ShardedSamples):
         """Set the epoch, which determines the hidden tokens of masked samples."""
         self.form.epoch = epoch
 
+    def alone(self, sample: Contents) -> Any:
+        """Return a sample that is not part of a batch, and add to `counts`."""
+        columns = self.form.batch([sample], self.counts).values
+        if isinstance(columns, dict):
+            return {name: column[0] for name, column in columns.items()}
+        return tuple(column[0] for column in columns)
 
-class TextSamples(_Sequences):
+    def batch(self, samples: list[Contents]) -> Any:
+        """Return a batch, and add to `counts`."""
+        return self.form.batch(samples, self.counts)
+
+
+class TextSamples(Sequences):
     """Documents of text, converted to tokens when they are read.
 
     Attributes:
@@ -316,15 +353,14 @@ class TextSamples(_Sequences):
         super().__init__(corpus, spans, spec, form)
         self.tokenizer, self._column = tokenizer, spec.column
 
-    def read(self, index: int, shard: int) -> Any:
-        """Read a document as a sample; `counts` receives the number of tokens cut off (`cut`)."""
+    def read(self, index: int, shard: int) -> Contents:
+        """Read a document as tokens; `counts` receives the number of tokens cut off (`cut`)."""
         row = int(self._firsts[shard] + index - self.starts[shard])
-        tokens = self.tokenizer.encode(text_of(self.corpus.row(row), self._column, Where(self.corpus, row)))
+        tokens = self.tokenizer.ids(text_of(self.corpus.row(row), self._column, Where(self.corpus, row)))
         most = self.form.context + self.form.causal
         if len(tokens) > most:
             self.counts["cut"] = self.counts.get("cut", 0) + len(tokens) - most
-        excerpt = Excerpt(tokens[: self.form.context + 1], min(len(tokens), self.form.context))
-        return self.form.sample([excerpt], index, self.counts)
+        return Contents(index, [Excerpt(tokens[: self.form.context + 1], min(len(tokens), self.form.context))])
 
     @property
     def digest(self) -> list[int]:
@@ -332,7 +368,7 @@ class TextSamples(_Sequences):
         return [*super().digest, int(self.tokenizer.sha256[:12], 16)]
 
 
-class TokenSamples(_Sequences):
+class TokenSamples(Sequences):
     """Documents of folders of tokens; a sample is one piece, or several packed pieces.
 
     Attributes:
@@ -355,7 +391,7 @@ class TokenSamples(_Sequences):
         self._packing = _packing(corpus, spans, spec, folders)
         self.starts = self._packing.groups
 
-    def read(self, index: int, shard: int) -> Any:
+    def read(self, index: int, shard: int) -> Contents:
         """Read a sequence of one or several documents."""
         excerpts = []
         first_row = int(self._firsts[shard] - self._documents[shard])
@@ -364,7 +400,7 @@ class TokenSamples(_Sequences):
             tokens = self.corpus.row(row)[COLUMN][first : first + length + 1]
             self._check(tokens, length, row)
             excerpts.append(Excerpt(tokens, length))
-        return self.form.sample(excerpts, index, self.counts)
+        return Contents(index, excerpts)
 
     def _check(self, tokens: NDArray[np.int32], length: int, row: int) -> None:
         if len(tokens) < length:
