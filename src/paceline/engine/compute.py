@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
@@ -24,7 +25,7 @@ from paceline.errors import DataError
 from paceline.job.batch import Batch, place, rows, split, target_of
 from paceline.job.experts import add_counts, moe_counts, routers_of, weigh_balance
 from paceline.job.loss import Loss
-from paceline.job.loss_items import call, refused_batch
+from paceline.job.loss_items import IGNORED, call, refused_batch
 from paceline.planning.plan import Plan
 from paceline.split.remat import compiled
 from paceline.sync import Replica
@@ -206,19 +207,20 @@ class ExpertBalance:
         self.compute = compute
         self._routes = any(True for _ in routers_of(compute.model))
 
-    def weigh(self, part: Batch | None, position: Position, *, alike: bool = False) -> None:
-        """Set the weight of each sequence of a microbatch in the routers' load-balancing loss.
+    def weigh(self, part: Batch | None, position: Position) -> None:
+        """Set the weights of a microbatch in the routers' load-balancing loss; None sets them to 0."""
+        self.weigh_each([part], position)(0)
 
-        Args:
-            part: the microbatch; None sets the weights to 0.
-            alike: True gives all sequences the same weight, which pipeline stages need.
-        """
+    def weigh_each(self, parts: Sequence[Batch | None], position: Position) -> Callable[[int], None]:
+        """Return a function that sets the weights of the microbatch with the given index."""
         if not self._routes:
-            return
+            return lambda number: None
+        weights = [(0.0, None) if part is None else self._weights(part, position) for part in parts]
+        return lambda number: weigh_balance(self.compute.model, *weights[number])
+
+    def _weights(self, part: Batch, position: Position) -> tuple[Tensor, Tensor | None]:
+        """Return the weights of the sequences, and those of the tokens if the sequences may be packed."""
         compute = self.compute
-        if part is None:
-            weigh_balance(compute.model, 0.0)
-            return
         normalization, context = compute.normalization, compute.split.context if compute.split is not None else None
         counts = [normalization.items(row) for row in split(part, rows(part))]
         on_host = [count for count in counts if not isinstance(count, Tensor)]
@@ -236,7 +238,11 @@ class ExpertBalance:
         else:
             assert normalization.items_per_sample is not None
             weights = items / (position.total * normalization.items_per_sample)
-        weigh_balance(compute.model, weights.mean() if alike else weights)
+        labels = part.get("labels") if isinstance(part, Mapping) and "position_ids" in part else None
+        if labels is None or labels.dim() != 2 or not (context is None or context.whole):
+            return weights, None
+        counted = (labels != IGNORED).to(weights.dtype)
+        return weights, weights.unsqueeze(1) * counted / counted.sum(1, keepdim=True).clamp(min=1)
 
     def counts(self) -> dict[str, Any]:
         """Return the number of tokens per expert on this rank; {} if another rank reports it."""

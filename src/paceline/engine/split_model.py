@@ -121,16 +121,17 @@ class SplitModel(Compute):
         if batch is None and not self.split.all_must_compute:
             return local
         placed = self._placed(batch, count)
+        parts = list(split(placed, count))
         if self.split.pipeline is not None:
-            self.experts.weigh(placed if batch is not None else None, position, alike=True)
+            weigh = self.experts.weigh_each(parts if batch is not None else [None] * count, position)
             self.split.pipeline.forward_backward(
                 placed,
                 count,
                 lambda output, part, i: self._addend(local, output, part, batch, position, step),
                 self.autocast,
+                weigh,
             )
             return local
-        parts = list(split(placed, count))
         for i, part in enumerate(parts):
             self.replica.backward.last = i == len(parts) - 1
             self.split.begin_microbatch(last=self.replica.backward.last)

@@ -20,6 +20,8 @@ class BalancedRouter(Protocol):
         taken: number of tokens that each expert has processed, shape (experts,).
         dropped: number of choices that were dropped because the chosen expert was full, shape ().
         sequence_weight: weight of each sequence's load-balancing loss in the next forward pass; see `weigh_balance`.
+        token_weight: weight of each token, shape (n, t), for packed sequences: the weight of a document's loss is the
+            sum over its tokens. None if documents share the weight of their sequence in proportion to their tokens.
         pieces: number of ranks over which each sequence is divided.
         sum_over_pieces: function that sums the token counts of a sequence over the ranks that share it.
     """
@@ -28,6 +30,7 @@ class BalancedRouter(Protocol):
     taken: Tensor
     dropped: Tensor
     sequence_weight: Tensor | None
+    token_weight: Tensor | None
     pieces: int
     sum_over_pieces: Callable[[Tensor], object]
 
@@ -68,7 +71,7 @@ def add_counts(found: list[dict[str, Any]]) -> dict[str, Any]:
     return {"routed": sum(c["routed"] for c in some), "dropped": sum(c["dropped"] for c in some), "load": load}
 
 
-def weigh_balance(model: nn.Module, weight: Tensor | float | None) -> None:
+def weigh_balance(model: nn.Module, weight: Tensor | float | None, of_tokens: Tensor | None = None) -> None:
     """Set the weight of each sequence's load-balancing loss for the next forward passes.
 
     A caller that scales the loss of a microbatch before the backward pass must scale the load-balancing loss in the
@@ -78,13 +81,14 @@ def weigh_balance(model: nn.Module, weight: Tensor | float | None) -> None:
         weight: one number for all sequences, or one for each of the n sequences of the next forward pass, shape (n,).
             None, the initial value, means 1 / n, which is correct if the loss is the mean over all sequences of a
             forward pass.
+        of_tokens: weight of each token, shape (n, t); see `BalancedRouter.token_weight`.
     """
     routers = [router for _, router in routers_of(model)]
     if routers:
         device = routers[0].weight.device
         given = None if weight is None else torch.as_tensor(weight, dtype=widest_float(device), device=device)
         for router in routers:
-            router.sequence_weight = given
+            router.sequence_weight, router.token_weight = given, of_tokens
 
 
 def by_expert(top_k_index: Tensor, experts: int) -> tuple[Tensor, Tensor]:

@@ -80,6 +80,7 @@ class Pipeline:
         self._sending: list[Pending] = []
         self._timer = PipelineTimer(device)
         self._autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
+        self._begin: Callable[[int], object] = lambda number: None
         self._cut = CutModel(model, plan, self._count, example, call, device)
         self.by_export = self._cut.by_export
         self._own = [i for i in range(self._count) if self._rank_of(i) == pp.rank]
@@ -154,6 +155,7 @@ class Pipeline:
         microbatches: int,
         loss: Loss,
         autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        begin: Callable[[int], object] = lambda number: None,
     ) -> None:
         """Run the forward and backward passes of one step, and accumulate gradients in `.grad`.
 
@@ -162,6 +164,8 @@ class Pipeline:
             microbatches: number of microbatches, which must divide the number of samples (see `fitting_microbatches`).
             loss: the loss function, which only the last stage calls.
             autocast: context of every forward pass; backward passes run outside of this context.
+            begin: function to call with the number of a microbatch before each of its passes. A backward pass may
+                compute the forward pass again.
 
         Raises:
             PlanError: the number of samples is not a multiple of `microbatches`.
@@ -176,7 +180,7 @@ class Pipeline:
         self._settle()
         batch = dict(batch) if isinstance(batch, Mapping) else tuple(batch)
         divided = list(split(batch, microbatches))
-        self._autocast = autocast
+        self._autocast, self._begin = autocast, begin
         with autocast():
             schedule = self._schedule(divided[0], microbatches)
         waiting = iter(enumerate(divided))
@@ -330,6 +334,7 @@ class Pipeline:
         made = self._stages[i].module, i, self._count, self._device, received, sent
         stage = TimedStage(*made, group=self._pp.backend, dw_builder=self._deferred.get(i))
         stage.timer, stage.autocast = self._timer, lambda: self._autocast()
+        stage.begin = lambda number: self._begin(number)
         return stage
 
     def _settle(self) -> None:
@@ -410,14 +415,17 @@ class TimedStage(PipelineStage):
 
     timer: PipelineTimer
     autocast: Callable[[], AbstractContextManager[Any]]
+    begin: Callable[[int], object]
 
-    def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         with self.timer.computing(), self.autocast():
-            return super().forward_one_chunk(*args, **kwargs)
+            self.begin(fwd_chunk_id)
+            return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
 
-    def backward_one_chunk(self, *args: Any, **kwargs: Any) -> None:
+    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
         with self.timer.computing():
-            super().backward_one_chunk(*args, **kwargs)
+            self.begin(bwd_chunk_id)
+            super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
 
     def backward_weight_one_chunk(self, *args: Any, **kwargs: Any) -> None:
         with self.timer.computing():

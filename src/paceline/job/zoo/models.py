@@ -262,14 +262,14 @@ class Router(nn.Module):
 
     The probabilities are the softmax of a linear projection of the token.
 
-    *Load-balancing loss.* A sequence of t tokens makes t * top_k choices. f_i is the fraction of these choices that
-    select expert i, and P_i is the mean probability of expert i. The loss is `experts` times the sum of f_i * P_i over
-    all experts. It is 1 for a balanced load, and `experts` if one expert gets all tokens (Fedus et al., 2021, eq. 4;
-    per sequence as in DeepSeek-V3, arXiv:2412.19437, eq. 17 to 20). A loss from means over a batch would depend on how
-    the batch is divided; a mean over sequences does not. The backward pass adds the gradient of this loss without its
-    value (see `_Besides`), so every pipeline stage adds the loss of its own layers. If a sequence is divided over ranks
-    (cp), the fractions f_i cover the whole sequence, but the capacity applies to each part. A packed sequence counts as
-    one sequence here, although the capacity applies to each of its documents.
+    *Load-balancing loss.* A sequence, or a document of a packed sequence, of t tokens makes t * top_k choices. f_i is
+    the fraction of these choices that select expert i, and P_i is the mean probability of expert i. The loss is
+    `experts` times the sum of f_i * P_i over all experts. It is 1 for a balanced load, and `experts` if one expert gets
+    all tokens (Fedus et al., 2021, eq. 4; per sequence as in DeepSeek-V3, arXiv:2412.19437, eq. 17 to 20). A loss from
+    means over a batch would depend on how the batch is divided; a mean over sequences does not. The backward pass adds
+    the gradient of this loss without its value (see `_Besides`), so every pipeline stage adds the loss of its own
+    layers. If a sequence is divided over ranks (cp), the fractions f_i cover the whole sequence, but the capacity
+    applies to each part.
     """
 
     taken: Tensor
@@ -283,6 +283,7 @@ class Router(nn.Module):
         self.register_buffer("dropped", torch.zeros((), dtype=torch.int64), persistent=False)
         # for the next forward pass; not a buffer, because its values may differ between ranks
         self.sequence_weight: Tensor | None = None
+        self.token_weight: Tensor | None = None
         self.pieces = 1  # number of ranks over which each sequence is divided
         self.sum_over_pieces: Callable[[Tensor], object] = lambda counts: None
 
@@ -304,7 +305,7 @@ class Router(nn.Module):
         if self.top_k > 1:
             weights = weights / weights.sum(-1, keepdim=True)
         if self.training and self.balance and torch.is_grad_enabled():
-            weights = _Besides.apply(weights, self._balance_loss(probabilities, index))
+            weights = _Besides.apply(weights, self._balance_loss(probabilities, index, documents))
         if self.capacity:
             full = self._beyond_capacity(index, experts, documents)
             weights, index = weights.masked_fill(full, 0.0), index.masked_fill(full, experts)
@@ -325,7 +326,9 @@ class Router(nn.Module):
         most = (self.capacity * tokens * self.top_k / experts).ceil()
         return _earlier(index + experts * documents.unsqueeze(2)) >= most.unsqueeze(2)
 
-    def _balance_loss(self, probabilities: Tensor, index: Tensor) -> Tensor:
+    def _balance_loss(self, probabilities: Tensor, index: Tensor, documents: Tensor | None) -> Tensor:
+        if documents is not None:
+            return self.balance * self._loss_of_documents(probabilities, index, documents)
         n, t, experts = probabilities.shape
         chosen = index.reshape(n, t * self.top_k)
         ones = torch.ones_like(chosen, dtype=probabilities.dtype)
@@ -337,6 +340,25 @@ class Router(nn.Module):
         given = self.sequence_weight
         weight = 1 / max(n, 1) if given is None else given.to(of_sequence.dtype)
         return self.balance * (weight * of_sequence).sum()
+
+    def _loss_of_documents(self, probabilities: Tensor, index: Tensor, documents: Tensor) -> Tensor:
+        """Return the weighted sum of the documents' load-balancing losses."""
+        n, t, experts = probabilities.shape
+        dtype, numbers = probabilities.dtype, documents.flatten()
+        ones = torch.ones(index.numel(), dtype=dtype, device=index.device)
+        chosen = torch.zeros(n * t * experts, dtype=dtype, device=index.device)
+        chosen = chosen.scatter_add(0, (index + experts * documents.unsqueeze(2)).flatten(), ones).view(-1, experts)
+        tokens = lengths(documents).to(dtype)
+        # summed over the tokens of a document, this is the document's loss
+        of_token = experts / self.top_k * (chosen[documents] * probabilities).sum(-1) / tokens.square()
+        if self.token_weight is not None:
+            of_document = torch.zeros(n * t, dtype=dtype, device=index.device)
+            weight = of_document.scatter_add(0, numbers, self.token_weight.to(dtype).flatten())[documents]
+        else:
+            given = self.sequence_weight
+            of_sequence = 1 / max(n, 1) if given is None else given.to(dtype).reshape(-1, 1)
+            weight = of_sequence * tokens / t
+        return (weight * of_token).sum()
 
     @_not_compiled
     @torch.no_grad()

@@ -102,6 +102,24 @@ def test_microbatches_of_any_size_give_the_gradient_of_the_whole_batch() -> None
         assert torch.allclose(sum(part[name] for part in parts), gradient, rtol=1e-9, atol=1e-14), name  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("weighed", [True, False])
+def test_the_documents_of_a_packed_sequence_have_the_gradient_of_documents_alone(weighed: bool) -> None:
+    """Each document has its own load, whatever its neighbours; its weight is the sum over its tokens, or its length."""
+    model = small(balance=0.5, capacity=1.0)
+    sizes, x = [5, 3, 4, 2, 10], tokens(2)
+    of_tokens = torch.rand(2, LENGTH, dtype=torch.float64) if weighed else torch.ones(2, LENGTH).double() / 24
+    positions = torch.cat([torch.arange(size) for size in sizes]).view(2, LENGTH)
+    weigh_balance(model, None, of_tokens if weighed else None)
+    packed = gradients(model, model(x, positions).square().sum())
+    alone: dict[str, Tensor] = {}
+    for document, weights in zip(x.flatten().split(sizes), of_tokens.flatten().split(sizes), strict=True):
+        weigh_balance(model, weights.sum())
+        for name, gradient in gradients(model, model(document.unsqueeze(0)).square().sum()).items():
+            alone[name] = alone.get(name, 0) + gradient
+    for name, gradient in alone.items():
+        assert torch.allclose(packed[name], gradient, rtol=1e-9, atol=1e-12), name
+
+
 def test_the_balance_evens_out_the_load() -> None:
     def largest_share(balance: float) -> float:
         model, x = small(layers=1, balance=balance), tokens(16)
