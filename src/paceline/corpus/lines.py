@@ -9,29 +9,25 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from paceline.corpus.rows import Damaged, Format, Offsets, OpenFile
+from paceline.corpus.rows import Damaged, Format, Offsets, OpenFile, RowsByOffset
 
 _CHUNK_BYTES = 1 << 20  # fits a core's cache
 _NEWLINE, _RETURN = ord("\n"), ord("\r")
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
-class JsonLines:
+class JsonLines(RowsByOffset):
     """Rows of a JSON Lines file: each line is an object.
 
     The decoder is msgspec, which is 3 times as fast as Python's and validates UTF-8.
     """
 
     def __init__(self, path: Path, offsets: Offsets | None) -> None:
-        assert offsets is not None
-        self._file, self._offsets = OpenFile(path), offsets.data
+        super().__init__(path, offsets)
         self._decode = msgspec.json.Decoder(dict[str, Any]).decode
 
-    def __len__(self) -> int:
-        return len(self._offsets) - 1
-
     def __getitem__(self, row: int) -> dict[str, Any]:
-        line = self._file.read(self._offsets[row], self._offsets[row + 1], row)
+        line = self._bytes(row)
         try:
             return self._decode(line)
         except UnicodeDecodeError as error:
@@ -43,31 +39,16 @@ class JsonLines:
             whole = ". Write one object per line" if line.strip() in (b"{", b"[") else ""
             raise Damaged(self._file.path, row, f"the line is not valid JSON: {error}{whole}") from error
 
-    def close(self) -> None:
-        """Close the file."""
-        self._file.close()
 
-
-class TextLines:
+class TextLines(RowsByOffset):
     """Rows `{"text": line}` of a text file. Empty lines are rows; line endings are removed."""
 
-    def __init__(self, path: Path, offsets: Offsets | None) -> None:
-        assert offsets is not None
-        self._file, self._offsets = OpenFile(path), offsets.data
-
-    def __len__(self) -> int:
-        return len(self._offsets) - 1
-
     def __getitem__(self, row: int) -> dict[str, Any]:
-        line = self._file.read(self._offsets[row], self._offsets[row + 1], row)
+        line = self._bytes(row)
         try:
             return {"text": line.removesuffix(b"\n").removesuffix(b"\r").decode()}
         except UnicodeDecodeError as error:
             raise Damaged(self._file.path, row, _not_utf8(error)) from error
-
-    def close(self) -> None:
-        """Close the file."""
-        self._file.close()
 
 
 class WholeText:

@@ -115,3 +115,21 @@ class OpenFile:
     def __del__(self) -> None:
         if hasattr(self, "_descriptor"):
             self.close()
+
+
+class RowsByOffset:
+    """Base of formats in which each row is the bytes between two offsets of its file."""
+
+    def __init__(self, path: Path, offsets: Offsets | None) -> None:
+        assert offsets is not None
+        self._file, self._offsets = OpenFile(path), offsets.data
+
+    def __len__(self) -> int:
+        return len(self._offsets) - 1
+
+    def _bytes(self, row: int) -> bytes:
+        return self._file.read(self._offsets[row], self._offsets[row + 1], row)
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()

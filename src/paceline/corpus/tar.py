@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from paceline.corpus.rows import Damaged, Format, Offsets, OpenFile
+from paceline.corpus.rows import Damaged, Format, Offsets, RowsByOffset
 
 _BLOCK = 512
 _NO_DATA = re.compile(r"__[^/]*__(?:$|/)")
@@ -25,22 +25,15 @@ _PAX, _SPARSE = ord("x"), ord("S")
 _MOST_NAME_BYTES = 1 << 20  # of a long name or an extended header
 
 
-class TarRows:
+class TarRows(RowsByOffset):
     """Rows `{"__key__": key, "jpg": bytes, "cls": 3, …}` of a tar file, one system call per row.
 
     Numbers, text, JSON and `.npy` arrays are decoded as in webdataset. Pickled members stay bytes, because unpickling
     would run code from the file.
     """
 
-    def __init__(self, path: Path, offsets: Offsets | None) -> None:
-        assert offsets is not None
-        self._file, self._offsets = OpenFile(path), offsets.data
-
-    def __len__(self) -> int:
-        return len(self._offsets) - 1
-
     def __getitem__(self, row: int) -> dict[str, Any]:
-        content = self._file.read(self._offsets[row], self._offsets[row + 1], row)
+        content = self._bytes(row)
         found: dict[str, Any] = {}
         try:
             for name, _, start, end in _members(content):
@@ -56,10 +49,6 @@ class TarRows:
         except ValueError as error:
             raise Damaged(self._file.path, row, str(error)) from error
         return found
-
-    def close(self) -> None:
-        """Close the file."""
-        self._file.close()
 
 
 def row_offsets(path: Path) -> Offsets:
