@@ -85,6 +85,12 @@ class Files(Plain):
         return (sample(i) for file in self.files for i in file)
 
 
+class OneFile(Files):
+    """With `shard`, but a single file."""
+
+    num_shards = 1
+
+
 class Resumable(Sharded):
     """With a state, and a count of the samples that were read in this process."""
 
@@ -161,6 +167,7 @@ KINDS: dict[str, type[Plain]] = {
     "whole resumable": WholeResumable,
 }
 OTHERS: dict[str, Any] = {
+    "one file": OneFile,
     "equal parts": EqualParts,
     "own iterator": OwnIterator,
     "large state": LargeState,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from commands import ended_well, paceline, processes_of, rank_of, training, wait
 from own_streams import KINDS, SAMPLES, SEEN, Resumable
 from paceline.errors import DataError, JobError
 from paceline.job.job import Job
+from paceline.job.streams import Stream
 from paceline.run.record.run import Run
 from ranks import RankError, Ranks
 from refusals import raises
@@ -29,6 +32,11 @@ def job(kind: str = "sharded", **changes: Any) -> Job:
     return small_job(**({"data": data | changes.pop("data", {}), "stop": {"epochs": 2}, "global_batch": 8} | changes))
 
 
+def fast_only(cases: Iterable[tuple[Any, ...]], *fast: tuple[Any, ...]) -> list[Any]:
+    """The cases, of which all but `fast` are slow tests."""
+    return [case if case in fast else pytest.param(*case, marks=pytest.mark.slow) for case in cases]
+
+
 def counted(folder: Path) -> Counter[int]:
     return Counter(int(n) for file in folder.iterdir() if file.name.isdigit() for n in file.read_text().split())
 
@@ -40,8 +48,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "workers"), fast_only(product(KINDS, (0, 2)), *product(KINDS, (0,)), ("workers", 2)))
 def test_one_process_trains_each_sample_once_per_epoch(folder: Path, kind: str, workers: int) -> None:
     run = train_here(folder / "run", job(kind, data={"num_workers": workers}))
     assert counted(folder / "seen") == dict.fromkeys(range(SAMPLES), 2)
@@ -49,9 +56,9 @@ def test_one_process_trains_each_sample_once_per_epoch(folder: Path, kind: str, 
     assert {step["epoch"] for step in run.steps(0)} == {0, 1}
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("count", [2, 3])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "count", "workers"), fast_only(product(KINDS, (2, 3), (0, 2)), ("plain", 2, 0), ("files", 3, 2))
+)
 def test_ranks_train_each_sample_once_per_epoch(
     folder: Path, ranks: Ranks, kind: str, count: int, workers: int
 ) -> None:
@@ -86,8 +93,32 @@ def test_a_stream_without_help_costs_what_its_warning_says(folder: Path, ranks: 
     assert events(other, "stream_read")[-1]["read_per_used"] == 1.0
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("kind", KINDS)
+def stream_of(job: Job) -> Stream:
+    found = job.data.build(input_shape=None, seed=0).train
+    assert isinstance(found, Stream)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"), [("plain", "indivisible"), ("one file", "file"), ("files", None), ("sharded", None)]
+)
+def test_a_stream_knows_why_it_has_one_part(kind: str, reason: str | None) -> None:
+    assert stream_of(job(kind)).one_part == reason
+    assert stream_of(job("files", data={"parts": 1})).one_part == "setting"
+
+
+def test_each_reason_for_one_part_has_its_own_advice(folder: Path, ranks: Ranks) -> None:
+    advice = set()
+    for kind, data in {"plain": {}, "one file": {}, "files": {"parts": 1}}.items():
+        run = new_run(folder / kind, job(kind, data=data, stop={"steps": 1}), "dp=2")
+        ranks(2, train_as_rank, folder / kind, backend="shm")
+        advice.add(said(run)[0])
+    assert len(advice) == 3
+
+
+@pytest.mark.parametrize(
+    ("kind", "workers"), fast_only(product(KINDS, (0, 2)), ("plain", 0), ("resumable", 0), ("files", 2))
+)
 def test_a_run_resumes_in_mid_epoch_bit_for_bit(folder: Path, kind: str, workers: int) -> None:
     values: dict[str, Any] = {"data": {"num_workers": workers}, "checkpoint": {"every_steps": 3}}
     whole = train_here(folder / "whole", job(kind, stop={"steps": 12}, **values))
@@ -113,7 +144,9 @@ RANK_CHANGES = [
 ]
 
 
-@pytest.mark.parametrize(("kind", "counts"), RANK_CHANGES)
+@pytest.mark.parametrize(
+    ("kind", "counts"), fast_only(RANK_CHANGES, ("files", (2, 3)), ("plain", (1, 2)), ("workers", (2, 1)))
+)
 def test_an_epoch_goes_on_on_another_number_of_ranks(
     folder: Path, ranks: Ranks, kind: str, counts: tuple[int, int]
 ) -> None:
@@ -142,8 +175,9 @@ def not_trained(run: Path) -> list[int]:
     return [number for number, weight in enumerate(weights.tolist()) if weight == 0]
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("kind", ["sharded", "resumable", "plain", "files"])
+@pytest.mark.parametrize(
+    ("kind", "workers"), fast_only(product(("sharded", "resumable", "plain", "files"), (0, 2)), ("files", 0))
+)
 def test_others_take_over_the_parts_of_a_killed_rank(kind: str, workers: int, tmp_path: Path) -> None:
     """Each sample moves one weight, and the numbers of samples of the steps add up, so each was trained once."""
     data = {"kind": "iterable", "factory": f"{OWN}:of", "args": {"kind": kind, "sleep_s": 0.03}, "num_workers": workers}
@@ -161,8 +195,13 @@ def test_others_take_over_the_parts_of_a_killed_rank(kind: str, workers: int, tm
     assert not events(Run(run), "resume"), "nothing was read from the disk"
 
 
-@pytest.mark.parametrize("plan", ["fsdp=2", "tp=2", "pp=2 microbatches=2", "dp=2 fsdp=2", "dp=2 sync=local:4"])
-@pytest.mark.parametrize("kind", ["sharded", "plain"])
+PLANS = ("fsdp=2", "tp=2", "pp=2 microbatches=2", "dp=2 fsdp=2", "dp=2 sync=local:4")
+
+
+@pytest.mark.parametrize(
+    ("kind", "plan"),
+    fast_only(product(("sharded", "plain"), PLANS), ("plain", "tp=2"), ("sharded", "dp=2 sync=local:4")),
+)
 def test_every_plan_trains_on_a_stream(folder: Path, ranks: Ranks, kind: str, plan: str) -> None:
     run = new_run(folder / "run", job(kind), plan)
     ranks(run.plan.ranks, train_as_rank, folder / "run", backend="shm")

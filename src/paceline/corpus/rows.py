@@ -118,7 +118,7 @@ class OpenFile:
 
 
 class RowsByOffset:
-    """Base of formats in which each row is the bytes between two offsets of its file."""
+    """Rows that are the bytes between two offsets of a file."""
 
     def __init__(self, path: Path, offsets: Offsets | None) -> None:
         assert offsets is not None

@@ -20,10 +20,19 @@ from paceline.data.whole import BatchShard, Flow, Items
 from paceline.errors import DataError, PlanError
 from paceline.job.partition import even_shard, even_shares
 from paceline.job.samples import digest_of
-from paceline.job.streams import Stream, iteration_error
+from paceline.job.streams import OnePart, Stream, iteration_error
 from paceline.own_random import OwnRandom, SampleRandom
 
 _NOT_READ = -(2**62)  # value of a rank that has not read from a part
+# why every rank reads a whole stream, and what to do
+_ONE_PART: dict[OnePart, tuple[str, str]] = {
+    "indivisible": (
+        "cannot be divided",
+        "Add a method shard(num_shards, index), or divide the stream by torch.utils.data.get_worker_info()",
+    ),
+    "file": ("has only one file", "Divide the data into at least {ranks} files"),
+    "setting": ("is read in one part (data.parts is 1)", "Set data.parts to at least {ranks}, or remove it"),
+}
 
 
 @dataclass
@@ -405,13 +414,13 @@ class PartsFlow(Flow):
         return 0.0 if self.stream.keeps_state else max(self.deal.counts) * self.read_s / max(1, self.read)
 
     def warnings(self) -> list[str]:
-        """Return sentences about costs that `shard` or a `state_dict` of the data set would avoid."""
+        """Return sentences about costs that a change of the data set would avoid."""
         found = []
-        if self.stream.parts == 1 and self.replicas > 1:
+        if self.stream.one_part is not None and self.replicas > 1:
+            why, advice = _ONE_PART[self.stream.one_part]
             found.append(
-                f"{self.name} cannot be divided, so each of {self.replicas} data-parallel ranks reads every sample: "
-                f"{self.replicas} samples are read per sample used. Add a method shard(num_shards, index), or divide "
-                "the stream by torch.utils.data.get_worker_info()"
+                f"{self.name} {why}, so each of {self.replicas} data-parallel ranks reads every sample: "
+                f"{self.replicas} samples are read per sample used. {advice.format(ranks=self.replicas)}"
             )
         if self.stream.parts == 1 and not self.stream.keeps_state:
             found.append(

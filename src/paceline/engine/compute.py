@@ -208,7 +208,11 @@ class ExpertBalance:
         self._routes = any(True for _ in routers_of(compute.model))
 
     def weigh(self, part: Batch | None, position: Position) -> None:
-        """Set the weights of a microbatch in the routers' load-balancing loss; None sets them to 0."""
+        """Set the weights of a microbatch in the routers' load-balancing loss.
+
+        Args:
+            part: the microbatch; None sets the weights to 0.
+        """
         self.weigh_each([part], position)(0)
 
     def weigh_each(self, parts: Sequence[Batch | None], position: Position) -> Callable[[int], None]:
@@ -219,7 +223,7 @@ class ExpertBalance:
         return lambda number: weigh_balance(self.compute.model, *weights[number])
 
     def _weights(self, part: Batch, position: Position) -> tuple[Tensor, Tensor | None]:
-        """Return the weights of the sequences, and those of the tokens if the sequences may be packed."""
+        """Return the weights of the sequences, and of their tokens if they may be packed."""
         compute = self.compute
         normalization, context = compute.normalization, compute.split.context if compute.split is not None else None
         counts = [normalization.items(row) for row in split(part, rows(part))]

@@ -22,6 +22,8 @@ _MOST_PARTS = 240  # largest number of parts if the data set states its number o
 _LOOKED_AT = 3  # samples at the start of two parts that are compared to find equal parts
 
 Division = Literal["shard", "worker_info", "none"]
+# why a stream has only one part: it cannot be divided, it states a single file, or the job sets data.parts to 1
+OnePart = Literal["indivisible", "file", "setting"]
 
 
 @runtime_checkable
@@ -51,6 +53,7 @@ class Stream(IterableDataset[Any]):
     Attributes:
         division: how the data set is divided; `none` if every rank reads the whole stream.
         parts: number of parts; None if each reading process has one part, as in torch's `DataLoader`.
+        one_part: the reason why there is only one part; None if there are several.
         keeps_state: whether the data set has `state_dict` and `load_state_dict`.
         example: the first sample.
         states: newest known state of each part: epoch, number of samples read, and the state of its data set. States
@@ -69,6 +72,7 @@ class Stream(IterableDataset[Any]):
         self.keeps_state = isinstance(dataset, KeepsState)
         self.division: Division = "none"
         self.parts: int | None = 1
+        self.one_part: OnePart | None = "indivisible"
         self._refuse_own_iterator()
         first = self._look(1, 0, "none")
         if not first:
@@ -134,9 +138,12 @@ class Stream(IterableDataset[Any]):
                 parts=parts,
                 name=self.name,
             )
+        if self.division == "none":
+            return
         if self.parts == 1:
-            self.division = "none"
-        if self.division != "none":
+            self.division, self.one_part = "none", "file" if parts is None else "setting"
+        else:
+            self.one_part = None
             self._refuse_equal_parts()
 
     def _asks_for_worker_info(self) -> bool:
