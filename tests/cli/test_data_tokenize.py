@@ -35,3 +35,12 @@ def test_a_folder_of_text_becomes_a_folder_of_tokens(
     other = save_tokenizer(tmp_path / "other", vocab=330)
     again = paceline("data", "tokenize", "source", "out", "--tokenizer", other, "--column", "body", folder=tmp_path)
     again.fails_with("data.other_tokenizer", folder=tmp_path / "out")
+
+
+def test_a_cache_folder_that_cannot_be_made_is_named(
+    tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a.jsonl").write_text(json.dumps({"text": "a"}) + "\n")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tokenizer))
+    outcome = paceline("data", "tokenize", "a.jsonl", "out", "--tokenizer", tokenizer, folder=tmp_path)
+    outcome.fails_with("storage.folder_unusable", folder=tokenizer / "paceline")

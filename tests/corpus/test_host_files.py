@@ -16,10 +16,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing.context import ForkProcess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from paceline.corpus.host_files import FetchAhead, HostFiles
+from paceline.corpus.host_files import FetchAhead, HostFiles, shared_folder
 from paceline.errors import StorageError
 
 KEYS, LIMIT, SIZE = 40, 100_000, 10_000
@@ -260,6 +261,56 @@ def test_the_folder_is_private_and_a_file_in_its_place_is_an_error_with_a_code(t
     with pytest.raises(StorageError) as caught:
         HostFiles(tmp_path / "file", LIMIT)
     assert caught.value.code == "storage.folder_unusable"
+
+
+def document(folder: Path) -> None:
+    """Complete a folder of one file."""
+    folder.mkdir(exist_ok=True)
+    (folder / "file").write_bytes(b"1" * SIZE)
+
+
+def use(home: Path, key: str, opened: Any, end: Any) -> None:
+    """Use a folder until the parent allows the end."""
+    shared_folder(home, key, SIZE, document)
+    opened.set()
+    end.wait(60)
+
+
+def test_a_folder_that_a_process_uses_is_kept_until_the_process_ends(tmp_path: Path) -> None:
+    def folders() -> set[str]:
+        return {folder.name for folder in tmp_path.iterdir() if folder.is_dir()}
+
+    opened, end = fork.Event(), fork.Event()
+    user = fork.Process(target=use, args=(tmp_path, "used", opened, end))
+    user.start()
+    assert opened.wait(60)
+    (used,) = folders()
+    for key in ("old", "new", "newest"):  # each process ends before the next one begins
+        other = fork.Process(target=use, args=(tmp_path, key, opened, opened))
+        other.start()
+        other.join(60)
+        assert other.exitcode == 0
+        assert len(folders()) == 2
+        assert used in folders()
+    assert user.pid is not None
+    os.kill(user.pid, signal.SIGKILL)
+    user.join(60)
+    last = shared_folder(tmp_path, "last", SIZE, document)
+    assert folders() == {last.name}
+    assert (last / "file").stat().st_size == SIZE
+    assert len(list(tmp_path.glob("*.lock"))) == 1
+
+
+def test_the_least_recently_used_folder_is_deleted(tmp_path: Path) -> None:
+    def used(key: str, limit: int = 3 * SIZE) -> str:
+        with fork.Pool(1) as pool:
+            return str(pool.apply(shared_folder, (tmp_path, key, limit, document)))
+
+    first, second, third = map(used, "abc")
+    assert used("a") == first
+    fourth = used("d")
+    assert {str(folder) for folder in tmp_path.iterdir() if folder.is_dir()} == {first, third, fourth}
+    assert used("b") == second
 
 
 class Fetched:

@@ -14,7 +14,7 @@ import torch
 
 from commands import paceline
 from paceline.corpus.tokenizer import Tokenizer
-from paceline.errors import DataError, JobError
+from paceline.errors import DataError, JobError, StorageError
 from paceline.job.job import Job
 from paceline.job.samples import DataSets, digest_of
 from refusals import raises
@@ -194,6 +194,29 @@ def test_text_is_converted_once_for_packing(
     monkeypatch.setattr(Tokenizer, "ids", never)
     assert len(built(text, tokenizer, pack=True).train)  # type: ignore[arg-type]
     assert list((tmp_path / "cache").rglob("*.arrow")) == made
+
+
+def test_changed_text_is_converted_to_another_folder_because_a_job_may_use_the_first(
+    text: Path, tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    before: Any = built(text, tokenizer, pack=True).train
+    (text / "0.jsonl").write_text(json.dumps({"text": "another text"}) + "\n")
+    assert len(pairs(built(text, tokenizer, pack=True).train)) < len(all_pairs(tokenizer))
+    assert pairs(before) == all_pairs(tokenizer)
+
+
+def test_a_cache_folder_that_cannot_be_made_is_named(
+    text: Path, tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tokenizer.path))
+    for pack in (False, True):
+        with raises(StorageError, "storage.folder_unusable", folder=tokenizer.path / "paceline"):
+            built(text, tokenizer, pack=pack)
+    (tmp_path / "half" / "paceline").mkdir(parents=True)
+    (tmp_path / "half" / "paceline" / "tokens").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "half"))
+    with raises(StorageError, "storage.folder_unusable"):
+        built(text, tokenizer, pack=True)
 
 
 def test_a_token_beyond_the_vocabulary_is_named_with_its_document(folder: Path, tokenizer: Tokenizer) -> None:

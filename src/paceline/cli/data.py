@@ -89,17 +89,16 @@ def tokenize(
     the same command again: only missing parts are converted.
     """
     from paceline.console import Console
-    from paceline.corpus.host_files import HostFiles
+    from paceline.corpus.host_files import HostFiles, user_cache
     from paceline.corpus.shards import Corpus
     from paceline.corpus.tokenizer import Tokenizer
     from paceline.corpus.tokens import tokenize as convert
-    from paceline.files import made_cache_folder
     from paceline.units import clock, count, large
 
     console = Console(stderr=True)
     model = Tokenizer.load(tokenizer)
     with console.status("reading the index of the source"):
-        cache = HostFiles(made_cache_folder("shards"), _CACHE_BYTES)
+        cache = HostFiles(user_cache("shards"), _CACHE_BYTES)
         corpus = Corpus.open([source], format=format and format.value, cache=cache)
     started = time.monotonic()
     with Bar(console, len(corpus)) as bar:

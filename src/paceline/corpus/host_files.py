@@ -1,8 +1,8 @@
-"""A folder of files that a host's processes share, and threads that fetch ahead.
+"""Files and folders that a host's processes share, and threads that fetch ahead.
 
-Processes coordinate with flock only, because the kernel releases these locks when a process dies. `files/` holds
-deletable files, `kept/` holds permanent files, and `making/` holds unfinished files and their locks. The file `room`
-stores the number of bytes in `files/`.
+Processes coordinate with flock only, because the kernel releases these locks when a process dies. In a folder of
+`HostFiles`, `files/` holds deletable files, `kept/` holds permanent files, and `making/` holds unfinished files and
+their locks. The file `room` stores the number of bytes in `files/`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from paceline.errors import StorageError
-from paceline.files import open_to_append, private_folder
+from paceline.files import cache_folder, made_cache_folder, open_to_append, private_folder
 
 _Opened = TypeVar("_Opened")
 _OPEN_TRIES = 100  # attempts to open a file that other processes delete in between
@@ -157,21 +157,108 @@ class HostFiles:
         try:
             yield
         except OSError as error:
-            if error.errno in (errno.ENOSPC, errno.EDQUOT):
-                raise StorageError(
-                    "storage.disk_full",
-                    "the disk of {folder} is full. Free some space, or choose another folder with XDG_CACHE_HOME.",
-                    folder=self.folder,
-                    may_pass=True,
-                ) from error
-            if isinstance(error, FileNotFoundError) or not str(error.filename or "").startswith(str(self.folder)):
+            if error.errno not in _FULL and (
+                isinstance(error, FileNotFoundError) or not str(error.filename or "").startswith(str(self.folder))
+            ):
                 raise  # an error of the source that `make` reads
-            raise StorageError(
-                "storage.folder_unusable",
-                "{folder} cannot hold cached files: {reason}. Choose another folder with XDG_CACHE_HOME.",
-                folder=self.folder,
-                reason=error.strerror or error,
-            ) from error
+            raise _unusable(self.folder, error) from error
+
+
+def user_cache(name: str) -> Path:
+    """Return a folder of this user's cache; create it if missing.
+
+    Raises:
+        StorageError: the folder cannot be created, or belongs to another user.
+    """
+    try:
+        return made_cache_folder(name)
+    except OSError as error:
+        raise _unusable(cache_folder(), error) from error
+
+
+def shared_folder(home: Path, key: str, limit_bytes: int, make: Callable[[Path], None]) -> Path:
+    """Return the folder of a key, which no process deletes while this process runs.
+
+    If all folders together exceed the limit, the least recently used folders that no process uses are deleted.
+
+    Args:
+        key: name of the folder's content. It must change with the content.
+        make: function that creates or completes the folder. Several processes may call it at the same time.
+
+    Raises:
+        StorageError: the disk is full, or `home` cannot be used.
+        Exception: any error of `make`.
+    """
+    folder = home / _name(key)
+    try:
+        if folder not in _used:
+            _used[folder] = _shared_lock(_lock_of(folder))
+        os.utime(_used[folder])
+        make(folder)
+        with _locked(home / "room"):
+            _delete_unused(home, limit_bytes)
+    except OSError as error:
+        if error.errno not in _FULL and not str(error.filename or "").startswith(str(home)):
+            raise
+        raise _unusable(home, error) from error
+    return folder
+
+
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+_used: dict[Path, int] = {}  # descriptors of the shared locks of the folders that this process uses
+
+
+def _unusable(folder: Path, error: OSError) -> StorageError:
+    if error.errno in _FULL:
+        return StorageError(
+            "storage.disk_full",
+            "the disk of {folder} is full. Free some space, or choose another folder with XDG_CACHE_HOME.",
+            folder=folder,
+            may_pass=True,
+        )
+    return StorageError(
+        "storage.folder_unusable",
+        "{folder} cannot hold cached files: {reason}. Choose another folder with XDG_CACHE_HOME.",
+        folder=folder,
+        reason=error.strerror or error,
+    )
+
+
+def _lock_of(folder: Path) -> Path:
+    return folder.with_suffix(".lock")
+
+
+def _shared_lock(file: Path) -> int:
+    while True:
+        fd = open_to_append(file)
+        fcntl.flock(fd, fcntl.LOCK_SH)
+        if _is_at(fd, file):
+            return fd
+        os.close(fd)  # another process has deleted the folder and its lock meanwhile
+
+
+def _delete_unused(home: Path, most: int) -> None:
+    """Delete the least recently used folders that no process uses. Keep at most `most` bytes."""
+    doomed = home / "deleted"  # a killed process may leave it
+    shutil.rmtree(doomed, ignore_errors=True)
+    found = sorted((_changed_at(_lock_of(folder)), folder) for folder in home.iterdir() if folder.is_dir())
+    sizes = {folder: _size_of(folder) for _, folder in found}
+    held = sum(sizes.values())
+    for folder, size in sizes.items():
+        if held <= most:
+            return
+        with suppress(BlockingIOError), _locked(_lock_of(folder), remove=True, wait=False):
+            folder.rename(doomed)
+            shutil.rmtree(doomed, ignore_errors=True)
+            held -= size
+
+
+def _size_of(folder: Path) -> int:
+    size = 0
+    for file in folder.iterdir():
+        with suppress(FileNotFoundError):  # a process renames its new files
+            size += file.stat().st_size
+    return size
 
 
 class FetchAhead:

@@ -13,12 +13,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paceline.corpus.host_files import HostFiles
+from paceline.corpus.host_files import HostFiles, user_cache
 from paceline.corpus.order import Ints, Order
 from paceline.corpus.rows import Damaged
 from paceline.corpus.shards import Corpus, Shard, Where
-from paceline.errors import DataError, StorageError
-from paceline.files import cache_folder, made_cache_folder
+from paceline.errors import DataError
 from paceline.job.samples import Columns, DataSets, FileSamples, SplitSpec, shares
 from paceline.job.spec import load_object
 from paceline.job.zoo.images import PHOTO, Normalise, decoded, photo_shape
@@ -79,16 +78,7 @@ def opened(spec: FileSpec, paths: Sequence[Path | str], classes: tuple[str, ...]
 
 def host_files(spec: FileSpec) -> HostFiles:
     """Return the cache of this user on this host."""
-    try:
-        folder = made_cache_folder("shards")
-    except OSError as error:
-        raise StorageError(
-            "storage.folder_unusable",
-            "{folder} cannot hold cached files: {reason}. Choose another folder with XDG_CACHE_HOME.",
-            folder=cache_folder(),
-            reason=error.strerror or error,
-        ) from error
-    return HostFiles(folder, int(spec.cache_gb * 2**30))
+    return HostFiles(user_cache("shards"), int(spec.cache_gb * 2**30))
 
 
 class Spans(NamedTuple):

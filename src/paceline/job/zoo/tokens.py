@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from paceline.corpus.host_files import shared_folder, user_cache
 from paceline.corpus.packing import Packing
 from paceline.corpus.rows import Damaged
 from paceline.corpus.shards import Corpus, Where
@@ -29,7 +30,6 @@ from paceline.corpus.tokens import (
     tokenize,
 )
 from paceline.errors import DataError, StorageError
-from paceline.files import made_cache_folder
 from paceline.job.samples import Columns, DataSets
 from paceline.job.zoo.arrays import IGNORED, hide, sample_keys
 from paceline.job.zoo.records import ShardedSamples, Spans, host_files, opened, sharded_sets
@@ -89,9 +89,10 @@ def convert_text(spec: Tokens, tokenizer: Tokenizer | None = None) -> Tokens:
 
 
 def _converted(spec: Tokens, tokenizer: Tokenizer, paths: Sequence[Path | str]) -> Path:
-    key = "\n".join([*map(str, paths), str(spec.format), spec.column, tokenizer.sha256])
-    folder = made_cache_folder("tokens") / hashlib.sha256(key.encode()).hexdigest()[:20]
     corpus = opened(spec, paths)
+    # If a file changes, its tokens go to a new folder, because a running job may use the old one.
+    files = "\n".join(f"{shard.name} {shard.version} {shard.digest}" for shard in corpus.shards)
+    key = f"{files}\n{corpus.format.name}\n{spec.column}\n{tokenizer.sha256}"
     printed_at = time.monotonic()
 
     def progress(rows: int, tokens: int) -> None:
@@ -101,8 +102,10 @@ def _converted(spec: Tokens, tokenizer: Tokenizer, paths: Sequence[Path | str]) 
             text = f"converting text to tokens: {rows:,} of {len(corpus):,} rows, {large(tokens)} tokens"
             print(text, file=sys.stderr, flush=True)
 
-    tokenize(corpus, spec.column, tokenizer, folder, progress=progress, wait=True)
-    return folder
+    def make(folder: Path) -> None:
+        tokenize(corpus, spec.column, tokenizer, folder, progress=progress, wait=True)
+
+    return shared_folder(user_cache("tokens"), key, int(spec.cache_gb * 2**30), make)
 
 
 def _is_tokens(spec: Tokens) -> bool:
