@@ -145,3 +145,32 @@ def test_ranks_of_a_mixture_get_every_source_in_proportion() -> None:
         for half in (0, 8):
             rows = order.rows(step * 16 + half, step * 16 + half + 8)
             assert (rows >= 1000).sum() == 2
+
+
+def test_a_source_that_begins_later_is_drawn_from_many_places() -> None:
+    order = mixture([[100] * 40, [100] * 40], [(0, [1, 0]), (10, [0.5, 0.5])], batch=64)
+    rows = order.rows(10 * 64, 11 * 64)
+    later = rows[rows >= 4000]
+    assert len(later) == 32
+    assert len(set((later // 100).tolist())) >= 16
+    assert max(order.shards_from(0, 64, 8)) < 40, "no shard is fetched before its source begins"
+    assert max(order.shards_from(0, 64, 12)) >= 40
+
+
+def test_every_source_is_among_the_first_shards_that_are_fetched() -> None:
+    order = mixture([[50] * 400, [50] * 400, [50] * 400], [0.6, 0.2, 0.2], batch=120, samples=60_000, steps=500)
+    wanted = order.shards_from(0, 60, 200)
+    assert {shard // 400 for shard in wanted[: len(wanted) // 4]} == {0, 1, 2}
+
+
+@pytest.mark.parametrize("weights", [[0.5, 0.5], [0.8, 0.2]])
+def test_a_rank_of_a_mixture_fetches_few_shards_that_it_does_not_read(weights: list[float]) -> None:
+    order = mixture([[20] * 2000, [20] * 2000], weights, batch=240, samples=72_000, steps=300, windows=[100, 100])
+    first, end = 60, 120
+    read: set[int] = set()
+    for step in range(100, 201):
+        read.update((order.rows(step * 240 + first, step * 240 + end) // 20).tolist())
+    wanted = order.shards_from(100 * 240 + first, 100 * 240 + end, 200)
+    assert read <= set(wanted)
+    # beyond the samples that are read: the rest of the windows, and the slots that rounding may add
+    assert len(wanted) <= 2 * len(read)

@@ -6,10 +6,13 @@ therefore the same for any number of ranks, and each rank reads few shards.
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from itertools import accumulate
+from math import ceil, floor
+from operator import itemgetter
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +21,7 @@ Ints = NDArray[np.int64]
 
 WINDOW = 4096  # samples of a lane that are shuffled together
 _MOST_LANES = 120  # divisible by common numbers of ranks (2, 3, 4, 5, 6, 8, 10, 12), so that few ranks share a lane
+_KEPT_ORDERS = 4  # epochs of a source of which a mixture keeps the order
 _BLOCK = 1024  # samples of a large shard that stay together until their window is shuffled
 
 
@@ -45,6 +49,7 @@ class Order:
         self.samples = int(starts[-1])
         self._steps = self.samples // batch  # full batches
         lanes = min(batch, _MOST_LANES)
+        self._width = batch // lanes  # fewest slots of a lane in a batch
         # First slot of each lane. An extra last lane holds the samples that remain after the full batches.
         self._slots = np.arange(lanes + 1) * batch // lanes
         self._lanes = np.append(self._slots * self._steps, self.samples)
@@ -67,22 +72,28 @@ class Order:
                 filled += len(taken)
         return found
 
-    def shards_from(self, first: int, end: int, ahead: int) -> list[int]:
+    def shards_from(self, first: int, end: int, ahead: int, last: tuple[int, int] = (0, 0)) -> list[int]:
         """Return the shards that these slots need next, in the order of need.
 
         Args:
             first, end: range of positions in the first batch that is read.
-            ahead: number of samples to look ahead in each lane, beyond the current window. Without shuffling, number
-                of positions after `end`.
+            ahead: number of samples to look ahead in each lane. Without shuffling, number of positions after `end`.
+            last: range of positions in the smaller last batch. Its shards are included if the look-ahead passes the
+                last full batch.
         """
         if not self.shuffle:
             return self._shards_between(first, min(end + ahead, self.samples))
-        stretches = [(lane, index // self.window) for lane, _, _, index in self._stretches(first, end)]
+        windows = [
+            (number - index // self.window, lane, number)
+            for lane, _, count, index in self._stretches(first, end)
+            for number in range(index // self.window, (index + count - 1 + ahead) // self.window + 1)
+        ]
         found: dict[int, None] = {}
-        for more in range(1 + -(-ahead // self.window)):
-            for lane, window in stretches:
-                begin, stop = self._bounds(lane, window + more)
-                found.update(dict.fromkeys(self._shards_between(begin, stop)))
+        for _, lane, number in sorted(windows):
+            found.update(dict.fromkeys(self._shards_between(*self._bounds(lane, number))))
+        full = self._steps * self.batch
+        if last[0] >= full and first < full and first // self.batch + ahead // self._width >= self._steps:
+            found.update(dict.fromkeys(shards_of(self.rows(*last), self.starts)))
         return list(found)
 
     def _stretches(self, first: int, end: int) -> Iterator[tuple[int, int, int, int]]:
@@ -152,6 +163,12 @@ class Order:
         return _random(*self._key, *key)
 
 
+def shards_of(samples: Ints, starts: Ints) -> list[int]:
+    """Return the sorted numbers of the shards that hold these samples."""
+    shards: list[int] = np.unique(np.searchsorted(starts, samples, side="right") - 1).tolist()
+    return shards
+
+
 @lru_cache(maxsize=2 * _MOST_LANES)
 def _shuffled_blocks(seed: int, epoch: int, shard: int, count: int) -> tuple[Ints, Ints]:
     """Return the first samples of a shard's shuffled blocks, and the blocks' positions.
@@ -200,14 +217,16 @@ class Mixture:
         shuffle: bool = True,
     ) -> None:
         self.sources, self.offsets, self.batch, self.seed, self.shuffle = sources, offsets, batch, seed, shuffle
-        self.windows = windows
+        self.windows, self.sizes = windows, [int(starts[-1]) for starts in sources]
         self._first_shards = [0, *accumulate(len(starts) - 1 for starts in sources)]
         self.samples, self._first = samples, epoch * samples
         begins = [step // steps * samples + step % steps * batch for step, _ in schedule]
         self._schedule = [(first, _fractions(weights)) for first, (_, weights) in zip(begins, schedule, strict=True)]
-        # batch size of each source's own order: its share of a batch at the start of the schedule
-        self._batches = [max(1, round(batch * w / sum(schedule[0][1]))) for w in schedule[0][1]]
-        self._orders: OrderedDict[tuple[int, int], Order] = OrderedDict()
+        self._shares = [[batch * weight / sum(weights) for weight in weights] for _, weights in schedule]
+        # batch size of each source's own order: its first share of a batch that is not 0
+        self._batches = [max(1, round(next(filter(None, of), 0))) for of in zip(*self._shares, strict=True)]
+        self._orders: list[dict[int, Order]] = [{} for _ in sources]  # by source and epoch
+        self._exact: dict[tuple[int, int], list[int]] = {}  # shards of the positions of single batches
 
     def counts(self, step: int) -> list[int]:
         """Return each source's number of samples before a step of this epoch.
@@ -237,25 +256,75 @@ class Mixture:
         mixed = np.concatenate(found)[np.argsort(np.concatenate(places), kind="stable")]
         return mixed[slot : slot + end - first]
 
-    def shards_from(self, first: int, end: int, ahead: int) -> list[int]:
+    def shards_from(self, first: int, end: int, ahead: int, last: tuple[int, int] = (0, 0)) -> list[int]:
         """Return the shards that these slots need from this batch on; see `Order.shards_from`.
 
-        Shards are numbered across all sources, in the order of the sources.
+        Shards are numbered across all sources, in the order of the sources. The look-ahead covers `ahead` steps (fewer
+        for large batches), but at most the rest of the epoch.
         """
         step, slot = divmod(first, self.batch)
-        low, high = slot / self.batch, (slot + end - first) / self.batch
-        found: list[int] = []
-        for source, (begin, stop) in enumerate(zip(self.counts(step), self.counts(step + 1), strict=True)):
-            epoch, at = divmod(begin, int(self.sources[source][-1]))
-            order = self._order(source, epoch)
-            own, length = at // order.batch * order.batch, min(order.batch, max(stop - begin, 1))
-            bounds = own + int(low * length), min(own + -int(-high * length // 1), order.samples)
-            found += [self._first_shards[source] + shard for shard in order.shards_from(*bounds, ahead)]
-        return found
+        end_step = -(-self.samples // self.batch)
+        steps = range(step, min(step + 1 + ahead * min(self.batch, _MOST_LANES) // self.batch, end_step))
+        found: list[tuple[float, int]] = []  # place in the look-ahead, and shard
+        uneven = {end_step - 1: last} if end_step - 1 in steps and self.samples % self.batch else {}
+        for source, size in enumerate(self.sizes):
+            slots = self._slots(source, steps, slot, slot + end - first)
+            begin, stop = self.counts(step)[source], self.counts(steps.stop)[source]
+            at, wraps, own = begin, 0, self._first_shards[source]
+            while at < stop and wraps < 3:
+                until = min(stop, (at // size + 1) * size)
+                shards = self._shards_between(source, at, until, slots)
+                places = np.linspace(at - begin, until - begin, len(shards), endpoint=False) / (stop - begin)
+                found += [(place, own + shard) for place, shard in zip(places.tolist(), shards, strict=True)]
+                if until < stop:  # this step has the end of the source and its beginning
+                    wrapped = bisect_left(steps, until, key=lambda later: self.counts(later + 1)[source])
+                    place = steps[wrapped] * self.batch + slot
+                    uneven.setdefault(steps[wrapped], (place, place + end - first))
+                at, wraps = until, wraps + 1
+            if at < stop:  # a small source, which is read several times
+                found += [(1.0, shard) for shard in range(own, self._first_shards[source + 1])]
+        for later, positions in uneven.items():
+            if positions not in self._exact:  # `rows` costs milliseconds, and the look-ahead moves by a few steps
+                self._exact[positions] = list(self._shards_of(self.rows(*positions)))
+            found += [((later - step) / len(steps), shard) for shard in self._exact[positions]]
+        return list(dict.fromkeys(shard for _, shard in sorted(found)))
+
+    def _slots(self, source: int, steps: range, low: int, high: int) -> tuple[int, int]:
+        """Return the slots of a source's own order whose samples may come to these slots of the mixture."""
+        first = self._first + steps.start * self.batch
+        began = bisect_right(self._schedule, first, key=itemgetter(0)) - 1
+        ended = bisect_left(self._schedule, self._first + steps.stop * self.batch, key=itemgetter(0))
+        shares = [of_stage for of_stage in self._shares[began:ended] if of_stage[source]]
+        size = self._own_batch(source)
+        # with other weights than the order was made for, the slots of a rank vary from step to step
+        differs = max((abs(of_stage[source] - size) for of_stage in shares), default=0.0)
+        is_whole = all(abs(share - round(share)) < 1e-6 for of_stage in shares for share in of_stage)
+        # places of sources are rounded to slots of the batch; shares with fractions vary by up to two samples
+        margin = 0.5 + len(self.sources) * size / self.batch / 2 + differs + (0 if is_whole else 2)
+        return max(0, floor(low / self.batch * size - margin)), min(size, ceil(high / self.batch * size + margin))
+
+    def _shards_between(self, source: int, begin: int, stop: int, slots: tuple[int, int]) -> list[int]:
+        """Return a source's own shards of its samples `begin` to `stop - 1`, which are in one of its epochs."""
+        epoch, at = divmod(begin, self.sizes[source])
+        order, until = self._order(source, epoch), at + stop - begin
+        if not self.shuffle:
+            return order.shards_from(at, until, 0)
+        low, high = slots
+        first, last, full = (place // order.batch * order.batch for place in (at, until - 1, order.samples))
+        ahead = (last - first) // order.batch * -(-order.batch // min(order.batch, _MOST_LANES))
+        bounds = [(place + low, max(place + low, min(place + high, order.samples))) for place in (first, full)]
+        return order.shards_from(*bounds[0], ahead, bounds[1])
+
+    def _shards_of(self, rows: Ints) -> Iterator[int]:
+        """Yield the shards of samples as `rows` numbers them."""
+        sources = np.searchsorted(self.offsets, rows, side="right") - 1
+        for source in np.unique(sources).tolist():
+            own = shards_of(rows[sources == source] - self.offsets[source], self.sources[source])
+            yield from (self._first_shards[source] + shard for shard in own)
 
     def _of_source(self, source: int, begin: int, stop: int) -> Ints:
         """Return samples `begin` to `stop - 1` of a source that repeats itself, sorted by their slots."""
-        size = int(self.sources[source][-1])
+        size = self.sizes[source]
         found, slots = [], []
         while begin < stop:
             epoch, at = divmod(begin, size)
@@ -268,19 +337,23 @@ class Mixture:
         return np.concatenate(found)[in_slots] + self.offsets[source]
 
     def _order(self, source: int, epoch: int) -> Order:
-        key = source, epoch
-        if key not in self._orders:
-            self._orders[key] = Order(
+        """Return a source's own order of one of its epochs."""
+        kept = self._orders[source]
+        if epoch not in kept:
+            kept[epoch] = Order(
                 self.sources[source],
                 seed=self.seed + source,
                 epoch=epoch,
-                batch=min(self._batches[source], int(self.sources[source][-1])),
+                batch=self._own_batch(source),
                 window=self.windows[source],
                 shuffle=self.shuffle,
             )
-            if len(self._orders) > 2 * len(self.sources):
-                self._orders.popitem(last=False)
-        return self._orders[key]
+            if len(kept) > _KEPT_ORDERS:
+                del kept[next(iter(kept))]
+        return kept[epoch]
+
+    def _own_batch(self, source: int) -> int:
+        return min(self._batches[source], self.sizes[source])
 
 
 _ONE = 1 << 40

@@ -161,8 +161,8 @@ class Partition:
         """
         if not isinstance(self._deal, _Sharded) or self.shards is None or step >= self.steps_per_epoch:
             return []
-        first, end = self._deal.slots(epoch, step)
-        return self._deal.order_of(epoch).shards_from(first, end, self.shards.window)
+        last = self._deal.slots(epoch, self.steps_per_epoch - 1)
+        return self._deal.order_of(epoch).shards_from(*self._deal.slots(epoch, step), self.shards.window, last)
 
 
 class EpochOrder(Protocol):
@@ -171,8 +171,11 @@ class EpochOrder(Protocol):
     def rows(self, first: int, end: int) -> Ints:
         """Return the samples at the positions `first` to `end - 1` of one batch."""
 
-    def shards_from(self, first: int, end: int, ahead: int) -> list[int]:
-        """Return the shards that these slots need, in this batch and in later batches."""
+    def shards_from(self, first: int, end: int, ahead: int, last: tuple[int, int] = (0, 0)) -> list[int]:
+        """Return the shards that these slots need, in this batch and in later batches.
+
+        `last` is the range of positions in the epoch's last batch, which may be smaller.
+        """
 
 
 class ShardOrder(Protocol):
@@ -180,9 +183,15 @@ class ShardOrder(Protocol):
 
     Attributes:
         window: number of samples that are shuffled together.
+        spans_epochs: whether the samples of an epoch depend on those of earlier epochs.
     """
 
     window: int
+    spans_epochs: bool
+
+    @property
+    def order_settings(self) -> dict[str, Any]:
+        """Settings that determine the order, as JSON values; `weights` are pairs of a first step and weights."""
 
     def epoch_order(
         self, seed: int, epoch: int, batch: int, *, steps: int, shuffle: bool, part: tuple[int, int] | None = None
