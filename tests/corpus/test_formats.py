@@ -35,7 +35,7 @@ def rows_of(path: Path, name: str, scratch: Path | None = None) -> list[dict[str
     if kind.prepare is not None:
         copy = (scratch or path.parent) / f"{path.name}.copy"
         copy.unlink(missing_ok=True)
-        kind.prepare(path, copy)
+        kind.prepare(path, copy, ())
         path = copy
     index = kind.index(path)
     rows = kind.open(path, None if isinstance(index, int) else index)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.csv
 import pyarrow.parquet
 import pytest
 
@@ -339,3 +340,45 @@ def test_a_forked_process_reads_through_a_corpus_of_its_parent(folder: Path, cac
         os._exit(0 if texts(corpus) == ["one", "two"] else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     assert texts(corpus) == ["one", "two"]
+
+
+def test_an_image_that_is_replaced_by_one_of_equal_size_changes_the_digest(folder: Path, cache: HostFiles) -> None:
+    content = {place: bytes(range(256)) * 100 for place in ("x/dog/a.png", "x/cat/a.png", "y/dog/a.png", "y/cat/a.png")}
+    for place, pixels in content.items():
+        (folder / place).parent.mkdir(parents=True, exist_ok=True)
+        (folder / place).write_bytes(pixels)
+    os.utime(folder / "y/dog/a.png", (1, 1))
+    before, copy = (Corpus.open([str(folder / name)], cache=cache) for name in "xy")
+    assert before.digest == copy.digest, "modification times do not count"
+    changed = content["y/dog/a.png"][:-1] + b"!"
+    (folder / "y/dog/a.png").write_bytes(changed)
+    after = Corpus.open([str(folder / "y")], cache=cache)
+    assert after.digest != copy.digest
+    same = [shard.digest == now.digest for shard, now in zip(copy.shards, after.shards, strict=True)]
+    assert same == [True, False]
+
+
+@pytest.mark.parametrize("suffix", ["parquet", "csv", "csv.gz"])
+def test_only_the_columns_that_samples_need_are_converted(suffix: str, folder: Path, tmp_path: Path) -> None:
+    table = pa.table({f"c{n}": [float(n + row) for row in range(1000)] for n in range(50)})
+    file = folder / f"a.{suffix}"
+    if suffix == "parquet":
+        pa.parquet.write_table(table, file)
+    else:
+        with pa.output_stream(file) as out:
+            pyarrow.csv.write_csv(table, out)
+    sizes: dict[tuple[str, ...], tuple[int, int]] = {}
+    for columns in ((), ("c7", "c3"), ("c7",), ("c7", "absent")):
+        cache = HostFiles(tmp_path / str(len(sizes)), 1 << 30)
+        corpus = Corpus.open([str(folder)], cache=cache, columns=columns)
+        row = corpus.row(5)
+        assert row["c7"] == 12.0
+        sizes[columns] = len(row), sum(each.stat().st_size for each in cache.folder.rglob("files/*"))
+    assert [number for number, _ in sizes.values()] == [50, 2, 1, 50]
+    assert sizes["c7", "c3"][1] < sizes[()][1] / 10
+
+
+def test_jobs_that_need_different_columns_have_copies_of_their_own(folder: Path, cache: HostFiles) -> None:
+    pa.parquet.write_table(pa.table({"a": [1, 2], "b": [3, 4]}), folder / "a.parquet")
+    rows = [Corpus.open([str(folder)], cache=cache, columns=columns).row(1) for columns in (("a",), ("b",), ())]
+    assert rows == [{"a": 2}, {"b": 4}, {"a": 2, "b": 4}]

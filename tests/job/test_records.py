@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow.parquet
 import pytest
 import torch
 from PIL import Image
@@ -71,6 +72,36 @@ def test_columns_select_and_rename(tmp_path: Path) -> None:
     file = jsonl(tmp_path / "a.jsonl", [{"tokens": [1, 2], "next": [2, 3], "note": "n"}])
     sample = built(path=str(file), columns={"input_ids": "tokens", "labels": "next"}).train[0]
     assert {name: value.tolist() for name, value in sample.items()} == {"input_ids": [1, 2], "labels": [2, 3]}
+
+
+@pytest.mark.parametrize(
+    ("keys", "converted"),
+    [
+        ({"inputs": "a", "target": "b"}, 2),
+        ({"inputs": ["a", "c"]}, 2),
+        ({"columns": ["a"]}, 1),
+        ({"columns": {"x": "a", "y": "b"}, "inputs": "x", "target": "y"}, 2),
+        ({"columns": ["a", "b"], "map": "own.py:sample"}, 2),
+        ({"map": "own.py:sample"}, 4),
+        ({}, 4),
+    ],
+)
+def test_samples_are_the_same_if_only_their_columns_are_converted(
+    keys: dict[str, Any], converted: int, tmp_path: Path
+) -> None:
+    (tmp_path / "own.py").write_text("def sample(row):\n    return row['a'], len(row)\n")
+    if "map" in keys:
+        keys = {**keys, "map": f"{tmp_path / 'own.py'}:sample"}
+    columns = {name: [float(nth + row) for row in range(4)] for nth, name in enumerate("abcd")}
+    pyarrow.parquet.write_table(pyarrow.table(columns), tmp_path / "rows.parquet")
+    jsonl(tmp_path / "rows.jsonl", [{name: values[row] for name, values in columns.items()} for row in range(4)])
+    table: Any = built(path=str(tmp_path / "rows.parquet"), **keys).train
+    lines: Any = built(path=str(tmp_path / "rows.jsonl"), **keys).train
+    if keys.get("map") and "columns" not in keys:
+        assert table[2] == (2.0, 4)
+    else:
+        assert str(table[2]) == str(lines[2])
+    assert len(table.corpus.row(0)) == converted
 
 
 def test_a_function_of_the_user_makes_samples(tmp_path: Path) -> None:

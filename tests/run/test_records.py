@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import io
 import json
 import os
 import subprocess
@@ -13,6 +14,7 @@ from typing import Any
 import numpy as np
 import pyarrow.parquet as parquet
 import pytest
+from PIL import Image
 from rich.console import Console
 
 from commands import (
@@ -56,9 +58,10 @@ def write_rows(folder: Path, *, seed: int, shards: int = SHARDS) -> Path:
 
 def job_on(files: Path, folder: Path, **changes: Any) -> Path:
     data = {"kind": "records", "path": str(files), "inputs": "x", "target": "y", "held_out": 0.1, "shuffle_window": 16}
+    given = changes.pop("data", {})
     values: dict[str, Any] = {
         "model": {"factory": f"{SMALL}:plain"},
-        "data": data | changes.pop("data", {}),
+        "data": given if "kind" in given else data | given,
         "loss": "cross_entropy",
         "optimizer": {"name": "sgd", "lr": 0.1, "momentum": 0.9},
         "global_batch": 12,
@@ -140,6 +143,75 @@ def test_changed_files_are_refused_by_name_at_resume(change: str, named: str, fi
     assert named in str(caught.value)
 
 
+OTHER = ("a mixture's source", "the validation set", "the test set", "the validation set of a source")
+
+
+@pytest.mark.parametrize("where", OTHER)
+def test_changed_files_of_other_sets_are_refused_by_name_at_resume(where: str, files: Path, tmp_path: Path) -> None:
+    other, run = write_rows(tmp_path / "other", seed=9, shards=3), tmp_path / "run"
+    source = {"kind": "records", "path": str(files), "inputs": "x", "target": "y", "held_out": 0.1}
+    second = {**source, "path": str(other)}
+    sets: dict[str, dict[str, Any]] = {
+        "a mixture's source": {"kind": "mixture", "sources": {"a": source, "b": second}},
+        "the validation set": {**source, "held_out_path": str(other)},
+        "the test set": {**source, "test": str(other)},
+        "the validation set of a source": {
+            "kind": "mixture",
+            "sources": {"a": source, "b": {**source, "held_out_path": str(other)}},
+        },
+    }
+
+    def job(steps: int) -> Path:
+        return job_on(files, tmp_path, stop={"steps": steps}, data=sets[where])
+
+    trained(job(5), run, "dp=1")
+    for change, named in (("rewrite", "part-1"), ("cut", "part-0"), ("remove", "part-2"), ("add", "part-7")):
+        file = other / f"{named}.jsonl"
+        before = file.read_bytes() if file.exists() else None
+        if change == "rewrite":
+            file.write_bytes(file.read_bytes().replace(b'"y": 0', b'"y": 1'))
+        elif change == "cut":
+            file.write_bytes(file.read_bytes()[:900].rpartition(b"\n")[0] + b"\n")
+        elif change == "remove":
+            file.unlink()
+        else:
+            file.write_bytes((other / "part-0.jsonl").read_bytes())
+        with raises(LaunchError, "data.changed") as caught:
+            trained(job(9), run, "dp=1", resume=True)
+        assert f"{named}.jsonl" in str(caught.value), change
+        if before is None:
+            file.unlink()
+        else:
+            file.write_bytes(before)
+    trained(job(9), run, "dp=1", resume=True)
+    assert len(losses(run)) == 9
+
+
+def test_an_image_that_was_replaced_by_one_of_equal_size_is_refused_by_name_at_resume(tmp_path: Path) -> None:
+    def image(value: int) -> bytes:
+        content = io.BytesIO()
+        Image.new("L", (28, 28), value).save(content, "BMP")
+        return content.getvalue()
+
+    for number in range(40):
+        file = tmp_path / "photos" / "ab"[number % 2] / f"{number}.bmp"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(image(number))
+
+    def job(steps: int) -> Path:
+        data = {"kind": "records", "path": str(tmp_path / "photos"), "format": "images", "held_out": 0.1}
+        return job_on(tmp_path, tmp_path, stop={"steps": steps}, model={"zoo": "mlp"}, data=data)
+
+    trained(job(3), tmp_path / "run", "dp=1")
+    (tmp_path / "photos" / "b" / "5.bmp").write_bytes(image(200))
+    with raises(LaunchError, "data.changed") as caught:
+        trained(job(6), tmp_path / "run", "dp=1", resume=True)
+    assert "b/5.bmp" in str(caught.value)
+    (tmp_path / "photos" / "b" / "5.bmp").write_bytes(image(5))
+    trained(job(6), tmp_path / "run", "dp=1", resume=True)
+    assert len(losses(tmp_path / "run")) == 6
+
+
 def test_a_saved_model_measures_and_predicts_on_other_files(files: Path, tmp_path: Path) -> None:
     run = trained(job_on(files, tmp_path), tmp_path / "run", "dp=1").path
     other = write_rows(tmp_path / "other", seed=5, shards=1) / "part-0.jsonl"
@@ -185,15 +257,7 @@ def test_a_mixture_counts_its_sources_and_resumes(files: Path, tmp_path: Path) -
             "weights": {"many": 1, "few": 1},
             "schedule": [{"step": 20, "weights": {"many": 3, "few": 1}}],
         }
-        return write_job(
-            tmp_path / "job.yaml",
-            model={"factory": f"{SMALL}:plain"},
-            data=data,
-            loss="cross_entropy",
-            optimizer={"name": "sgd", "lr": 0.1},
-            global_batch=12,
-            stop={"steps": steps},
-        )
+        return job_on(files, tmp_path, data=data, stop={"steps": steps})
 
     whole = trained(mixed(40), tmp_path / "whole", "dp=1").path
     assert events(whole, "sources")[-1]["sources"] == {
@@ -204,6 +268,60 @@ def test_a_mixture_counts_its_sources_and_resumes(files: Path, tmp_path: Path) -
     trained(mixed(13), run, "dp=2")
     trained(mixed(40), run, "dp=3", resume=True)
     assert losses(run) == pytest.approx(losses(whole), rel=1e-5)
+
+
+def mixed_job(files: Path, folder: Path, *, steps: int, slow: bool = False, **keys: Any) -> Path:
+    """A job on two sources; the second is smaller than its share of a batch, and begins in the second epoch."""
+    few = folder / "few"
+    if not few.exists():
+        few.mkdir()
+        rows = [{"x": [0.1 * n, 0.2, 0.3, 0.4, 0.5, 0.6], "y": n} for n in range(3)]
+        (few / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    source = {"kind": "records", "path": str(files), "inputs": "x", "target": "y", "held_out": 0, "shuffle_window": 16}
+    both = {"many": source, "few": {**source, "path": str(few)}}
+    if slow:
+        both = {name: {**each, "map": f"{Path(__file__)}:slowly"} for name, each in both.items()}
+    schedule = [{"step": 25, "weights": {"many": 2, "few": 1}}]
+    data = {"kind": "mixture", "sources": both, "weights": {"many": 1}, "schedule": schedule, "repeat": {"many": 0.7}}
+    return job_on(files, folder, data=data, stop={"steps": steps}, **keys)
+
+
+@pytest.mark.parametrize(
+    ("plan", "keys"),
+    [
+        ("dp=1", {}),
+        ("dp=2", {}),
+        ("dp=3", {"partition": {"kind": "uniform", "weights": [1.0, 2.5, 1.0]}}),
+        ("dp=2 sync=local:4", {}),
+        ("dp=2", {"partition": {"kind": "uniform", "shuffle": False}}),
+    ],
+    ids=str,
+)
+def test_a_mixture_resumes_in_mid_epoch_bit_by_bit(
+    plan: str, keys: dict[str, Any], files: Path, tmp_path: Path
+) -> None:
+    whole = losses(trained(mixed_job(files, tmp_path, steps=40, **keys), tmp_path / "whole", plan).path)
+    for first, then in ((9, 27), (27, 40)):  # within an epoch, before and after the second source begins
+        resume = (tmp_path / "parts").exists()
+        trained(mixed_job(files, tmp_path, steps=first, **keys), tmp_path / "parts", plan, resume=resume)
+        trained(mixed_job(files, tmp_path, steps=then, **keys), tmp_path / "parts", plan, resume=True)
+    assert losses(tmp_path / "parts") == whole
+
+
+def test_a_plan_computes_on_a_mixture_what_one_process_does(files: Path, tmp_path: Path) -> None:
+    outcome = paceline("check", mixed_job(files, tmp_path, steps=4), "--plan", "dp=2", folder=tmp_path)
+    assert outcome.code == 0, outcome.out + outcome.err
+
+
+def test_a_killed_rank_costs_no_sample_of_a_mixture(files: Path, tmp_path: Path) -> None:
+    job = mixed_job(files, tmp_path, steps=60, slow=True)
+    undisturbed = losses(trained(job, tmp_path / "undisturbed", "dp=3").path)
+    with training(job, tmp_path, "dp=3") as (process, run):
+        wait_for_step(20, run, process)
+        kill_rank(2, process)
+        wait_for_events(run, "generation", 2, process)
+        ended_well(process)
+    assert losses(run) == pytest.approx(undisturbed, rel=1e-4)
 
 
 def test_an_object_store_that_fails_now_and_then_gives_the_same_training(files: Path, tmp_path: Path) -> None:

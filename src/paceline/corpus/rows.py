@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Protocol
@@ -67,7 +67,8 @@ class Format:
             index of its own. There is one more offset than rows: the last offset is the end of the last row.
         open: function that opens a file for reading, with the offsets that `index` returned, if any.
         prepare: function that writes a readable copy of a file into a new file, such as an Arrow copy of a CSV file;
-            None if files are read in place. `index` and `open` then get the copy.
+            None if files are read in place. `index` and `open` then get the copy. The third argument names the columns
+            that the copy needs, if the file has all of them; it is empty for all columns.
         count: function that reads the number of rows from the header or footer of the original file, before `prepare`;
             None if files of this format do not store the number.
     """
@@ -76,7 +77,7 @@ class Format:
     suffixes: tuple[str, ...]
     index: Callable[[Path], Offsets | int]
     open: Callable[[Path, Offsets | None], Rows]
-    prepare: Callable[[Path, Path], None] | None = None
+    prepare: Callable[[Path, Path, Collection[str]], None] | None = None
     count: Callable[[IO[bytes]], int] | None = None
 
 

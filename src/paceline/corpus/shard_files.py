@@ -111,7 +111,7 @@ class ShardFiles:
                 found = self._read(shard, listing.format.index)
                 rows, offsets = (found, []) if isinstance(found, int) else (len(found) - 1, found)
             with self._opened_source(shard) as file:
-                digest = np.frombuffer(_digest(file, int(listing.sizes[shard])), np.uint64)
+                digest = np.frombuffer(digest_of(file, int(listing.sizes[shard])), np.uint64)
         np.concatenate([np.array([rows], np.uint64), digest, np.asarray(offsets, np.uint64)]).tofile(into)
 
     def _read(self, shard: int, read: Callable[[Path], _Opened]) -> _Opened:
@@ -137,7 +137,7 @@ class ShardFiles:
             plain = into.with_name("plain") if prepare else into
             decompress(source, name, plain)
         if prepare is not None:
-            prepare(plain, into)
+            prepare(plain, into, listing.columns)
         if not is_url(name):
             self._check_unchanged(shard, source)
 
@@ -165,7 +165,8 @@ class ShardFiles:
     def _key(self, kind: str, shard: int) -> str:
         listing = self.listing
         about = (listing.sizes[shard], listing.rows[shard], listing.versions[shard], listing.names[shard])
-        return " ".join(map(str, (kind, _LAYOUT, listing.format.name, *about)))
+        columns = listing.columns if kind == "copy" and listing.format.prepare is not None else ()
+        return " ".join(map(str, (kind, _LAYOUT, listing.format.name, *about, *map(repr, columns))))
 
     @contextmanager
     def _naming(self, shard: int) -> Iterator[None]:
@@ -225,11 +226,12 @@ class _Parts(io.RawIOBase):
         return len(found)
 
 
-def _digest(file: IO[bytes], size: int) -> bytes:
+def digest_of(file: IO[bytes], size: int, edge: int = _EDGE_BYTES) -> bytes:
+    """Return the SHA-256 over the size and the first and last `edge` bytes of a file."""
     digest = hashlib.sha256(f"{size} ".encode())
-    digest.update(file.read(_EDGE_BYTES))
-    file.seek(max(_EDGE_BYTES, size - _EDGE_BYTES))
-    digest.update(file.read(_EDGE_BYTES))
+    digest.update(file.read(edge))
+    file.seek(max(edge, size - edge))
+    digest.update(file.read(edge))
     return digest.digest()
 
 

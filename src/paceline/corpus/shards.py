@@ -17,13 +17,15 @@ from numpy.typing import NDArray
 
 from paceline.corpus.host_files import HostFiles
 from paceline.corpus.rows import Damaged, Rows, unreadable
-from paceline.corpus.shard_files import ShardFiles
+from paceline.corpus.shard_files import ShardFiles, digest_of
 from paceline.corpus.sources import Listing, Texts, list_files
 from paceline.errors import DataError, StorageError
 from paceline.storage.url import is_url
 
 _OPEN_SHARDS = 128  # files that a process keeps open, each with at most two descriptors
 _REMOTE_THREADS = 16
+_MOST_IMAGES = 100_000  # local images that are read for a digest
+_IMAGE_EDGE_BYTES = 4 << 10  # bytes at each end of an image that its digest covers
 _LEFT_OUT = -1  # number of rows of a file that could not be indexed
 
 
@@ -35,7 +37,8 @@ class Shard(NamedTuple):
         size: bytes of the file.
         version: string that changes with the content, such as an ETag.
         rows: number of rows.
-        digest: SHA-256 in hex over the size and the first and last 64 KiB; over the size alone for images.
+        digest: SHA-256 in hex over the size and the first and last 64 KiB. For images, over the size and the first and
+            last 4 KiB of a local file, or over the size and the version of a remote one; see `Corpus.digest`.
     """
 
     name: str
@@ -66,8 +69,9 @@ class Corpus:
             file again.
         starts: number of the first row of each file, and the number of all rows; int64, shape (shards + 1,).
         classes: names of the classes of an image folder; empty for other formats.
-        digest: SHA-256 in hex over the number of rows and the digest of each file, in order; for images, over their
-            number, sizes and classes.
+        digest: SHA-256 in hex over the number of rows and the digest of each file, in order, and over the classes of
+            images. More than 100,000 local images are compared by sizes and classes only, because reading all images
+            would take minutes. Modification times do not count, because they differ between copies.
     """
 
     # No `__dict__`, because loader processes copy the attributes of data sets, but must not copy descriptors.
@@ -83,6 +87,7 @@ class Corpus:
         on_bad_shard: Literal["stop", "skip"] = "stop",
         workers: int | None = None,
         classes: tuple[str, ...] = (),
+        columns: Sequence[str] = (),
     ) -> Corpus:
         """List and index the files of a data set.
 
@@ -93,19 +98,20 @@ class Corpus:
             on_bad_shard: "skip" to leave out files that cannot be indexed; "stop" to raise an error.
             workers: number of threads that index files; by default the number of cores, but at least 16 for remote
                 files.
+            classes: classes of images whose positions become the labels; by default the classes that are found.
+            columns: columns that converted files need, if all of them exist; by default all columns.
 
         Raises:
             DataError: the paths name no files, a file cannot be indexed and `on_bad_shard` is "stop", or there are no
                 rows.
             StorageError: a store cannot be read.
         """
-        listing = list_files(paths, format)
+        listing = replace(list_files(paths, format), columns=tuple(sorted({*columns})))
         if classes and listing.labels is not None:
             listing = listing.with_classes(classes)
         left_out: list[tuple[str, str]] = []
         if listing.labels is not None:
-            # Each image is one row. Reading a million of them for a digest would take minutes.
-            rows, digests = np.ones(len(listing.names), np.int64), None
+            rows, digests = np.ones(len(listing.names), np.int64), _image_digests(listing, cache)
         else:
             rows, digests, reasons = _summary(listing, cache, workers)
             left_out = [(listing.names[shard], reason) for shard, reason in reasons]
@@ -271,6 +277,33 @@ def _selected(listing: Listing, kept: NDArray[np.int64]) -> Listing:
         sizes=listing.sizes[kept],
         rows=listing.rows[kept],
     )
+
+
+def _image_digests(listing: Listing, cache: HostFiles) -> NDArray[np.uint8] | None:
+    """Return the digests of images, shape (images, 32); None if too many are local, or one cannot be read."""
+    if sum(not is_url(name) for name in listing.names) > _MOST_IMAGES:
+        return None
+
+    def digest(name: str, size: int, version: str) -> bytes:
+        if is_url(name):
+            return hashlib.sha256(f"{size} {version}".encode()).digest()
+        try:
+            with open(name, "rb", buffering=0) as file:
+                return digest_of(file, size, _IMAGE_EDGE_BYTES)
+        except OSError as error:
+            raise unreadable(name, error) from error
+
+    def make(into: Path) -> None:
+        with ThreadPoolExecutor(_REMOTE_THREADS) as pool:
+            found = pool.map(digest, listing.names, listing.sizes.tolist(), listing.versions)
+            into.write_bytes(b"".join(found))
+
+    key = hashlib.sha256(listing.names.packed + listing.versions.packed + listing.sizes.tobytes()).hexdigest()
+    try:
+        found = cache.opened(f"images 1 {key}", make, lambda file: np.fromfile(file, np.uint8), keep=True)
+    except Damaged:  # training reports or replaces the image
+        return None
+    return found.reshape(-1, 32)
 
 
 def _summary(

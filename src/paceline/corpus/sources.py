@@ -70,6 +70,7 @@ class Listing:
         rows: number of rows of each file whose folder's description states it; -1 for other files.
         labels: index in `classes` of the class of each image; None for other formats.
         classes: sorted names of the classes of an image folder; empty for other formats.
+        columns: columns that converted copies need; empty for all.
     """
 
     format: Format
@@ -79,6 +80,7 @@ class Listing:
     rows: NDArray[np.int64]
     labels: NDArray[np.int32] | None = None
     classes: tuple[str, ...] = ()
+    columns: tuple[str, ...] = ()
 
     def with_classes(self, classes: tuple[str, ...]) -> Listing:
         """Return the listing with labels that are positions in other `classes`.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import struct
 from bisect import bisect_right
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from itertools import accumulate
 from pathlib import Path
@@ -237,17 +237,18 @@ def _count_batches(path: Path) -> int:
         return sum(len(batch) for batch in _batches(path)[1])
 
 
-def parquet_to_arrow(path: Path, into: Path) -> None:
-    """Convert a Parquet file to an uncompressed Arrow file with batches of about 64 MB."""
+def parquet_to_arrow(path: Path, into: Path, columns: Collection[str] = ()) -> None:
+    """Convert a Parquet file, or these columns of it, to an uncompressed Arrow file with batches of about 64 MB."""
     with _decoding(path), optional_package("pyarrow.parquet", "pyarrow").ParquetFile(path) as file:
         about = file.metadata
         bytes_of_groups = sum(about.row_group(n).total_byte_size for n in range(about.num_row_groups))
         rows = max(1, min(_BATCH_ROWS, _BATCH_BYTES * about.num_rows // max(1, bytes_of_groups)))
-        _write(file.schema_arrow, file.iter_batches(batch_size=rows), into)
+        needed = _needed(file.schema_arrow, columns)
+        _write(file.schema_arrow, file.iter_batches(batch_size=rows, columns=needed), into, needed)
 
 
-def csv_to_arrow(path: Path, into: Path) -> None:
-    """Convert a CSV file to an uncompressed Arrow file. The first line names the columns."""
+def csv_to_arrow(path: Path, into: Path, columns: Collection[str] = ()) -> None:
+    """Convert a CSV file, or these columns of it, to an uncompressed Arrow file. The first line names the columns."""
     with _decoding(path):
         csv = optional_package("pyarrow.csv", "pyarrow")
         reader = csv.open_csv(
@@ -255,11 +256,21 @@ def csv_to_arrow(path: Path, into: Path) -> None:
             read_options=csv.ReadOptions(block_size=_CSV_BLOCK_BYTES),
             parse_options=csv.ParseOptions(newlines_in_values=True),
         )
-        _write(reader.schema, reader, into)
+        _write(reader.schema, reader, into, _needed(reader.schema, columns))
 
 
-def _write(schema: Any, batches: Any, into: Path) -> None:
+def _needed(schema: Any, columns: Collection[str]) -> list[str] | None:
+    """Return the names of these columns in the order of the file; None if there are none, or one is missing."""
+    if not columns or not {*columns} <= {*schema.names}:
+        return None
+    return [name for name in schema.names if name in columns]
+
+
+def _write(schema: Any, batches: Any, into: Path, needed: list[str] | None) -> None:
     pa = optional_package("pyarrow", "pyarrow")
+    if needed is not None:
+        schema = pa.schema([field for field in schema if field.name in needed])
+        batches = (batch.select(needed) for batch in batches)
     # An Arrow file cannot replace the dictionary of an earlier batch, so columns with dictionaries become plain ones.
     plain = pa.schema(
         [field.with_type(field.type.value_type) if pa.types.is_dictionary(field.type) else field for field in schema]

@@ -278,6 +278,11 @@ class FileSpec(_Data):
     # maximum size of this host's copies of files, in GiB (fetched, decompressed or converted)
     cache_gb: float = Field(default=32.0, gt=0)
 
+    @property
+    def needed_columns(self) -> tuple[str, ...]:
+        """Columns of the files that samples need; empty if they may need all."""
+        return ()
+
     def fetch(self) -> dict[str, str]:
         """Return no environment variables, because shards are fetched while the run trains."""
         return {}
@@ -302,6 +307,16 @@ class Records(FileSpec):
     target: str | None = None
     shape: ImageShape | None = None  # by default, the shape that the model needs
 
+    @property
+    def needed_columns(self) -> tuple[str, ...]:
+        """Columns of the files that samples need; empty if they may need all."""
+        if self.columns is not None:
+            return tuple(self.columns.values() if isinstance(self.columns, dict) else self.columns)
+        if self.map is not None or self.inputs is None:
+            return ()
+        inputs = (self.inputs,) if isinstance(self.inputs, str) else self.inputs
+        return inputs if self.target is None else (*inputs, self.target)
+
 
 class Tokens(FileSpec):
     """Text of any format that a tokenizer converts, or a folder of tokens from `paceline data tokenize`.
@@ -325,6 +340,11 @@ class Tokens(FileSpec):
     def is_tokenized(self) -> bool:
         """True: see the base class."""
         return True
+
+    @property
+    def needed_columns(self) -> tuple[str, ...]:
+        """The column of the text."""
+        return (self.column,)
 
     def fetch(self) -> dict[str, str]:
         """Convert text to tokens if `pack` needs it, unless this host has done it."""
@@ -385,6 +405,24 @@ class Mixture(_Data):
         steps = [stage.step for stage in self.schedule]
         if sorted(set(steps)) != steps:
             raise InvalidValue("data.schedule_order", "the steps of data.schedule must increase")
+        for name, source in self.sources.items():
+            for key in ("num_workers", "collate", "collate_held_out"):
+                if getattr(source, key):
+                    raise InvalidValue(
+                        "data.key_of_mixture",
+                        "data.sources.{name}: {key} belongs to the mixture, because a batch has samples of several "
+                        "sources. Set data.{key}.",
+                        name=name,
+                        key=key,
+                    )
+        sizes = {source.cache_gb for source in self.sources.values()}
+        if len(sizes) > 1:
+            raise InvalidValue(
+                "data.caches_differ",
+                "the sources share one cache, but have different values of cache_gb: {values}. Give all sources the "
+                "same value.",
+                values=sorted(sizes),
+            )
         for key in ("held_out", "test", "limit"):
             if getattr(self, key) not in (type(self).model_fields[key].default, 0):
                 raise InvalidValue(

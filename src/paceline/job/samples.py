@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor, nn
-from torch.utils.data import Dataset
+from torch.utils.data import ConcatDataset, Dataset
 
 from paceline.errors import DataError
 from paceline.units import count
@@ -73,19 +73,31 @@ class FileSamples(Dataset[Any]):
 
     A user's data set may have attributes of the same names with another meaning, so code that uses these attributes
     gets the data set from `files_of`. Subclasses also define `counts`, which holds numbers about the last batch for the
-    run's record, and `digest`, a list of numbers that changes with the files.
+    run's record, `corpora`, a list of all files, and `digest`, a list of numbers that changes with the files.
 
     Attributes:
         draws: whether reading a sample may use random numbers.
+        spans_epochs: whether the samples of an epoch depend on those of earlier epochs.
     """
 
     draws = False
+    spans_epochs = False
 
 
 def files_of(dataset: Any) -> Any:
     """Return the `FileSamples` without wrappers; None for other data sets."""
     found = in_users_data(dataset, [])[0]
     return found if isinstance(found, FileSamples) else None
+
+
+def all_files_of(*datasets: Any) -> list[Any]:
+    """Return each `FileSamples` of the data sets, also of those that are joined. A data set may be None."""
+    found: list[Any] = []
+    for dataset in datasets:
+        own = in_users_data(dataset, [])[0]
+        parts = own.datasets if isinstance(own, ConcatDataset) else [own]
+        found += [files for part in parts if (files := files_of(part)) is not None]
+    return found
 
 
 class _Wrapped(Dataset[Any]):

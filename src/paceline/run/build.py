@@ -21,7 +21,7 @@ from paceline.errors import ClusterError, DataError
 from paceline.job.job import Job
 from paceline.job.parameters import names_of
 from paceline.job.partition import Partition
-from paceline.job.samples import DataSets, files_of
+from paceline.job.samples import DataSets, all_files_of, files_of
 from paceline.job.streams import Stream
 from paceline.planning.plan import DATA_AXES, Plan
 from paceline.run.convert import WeightSource, fitted, load_weights, weights_from
@@ -191,7 +191,8 @@ def loader_of(job: Job, mesh: Mesh, data: DataSets, num_workers: int = 0) -> Loa
     host_samples = _host_samples(job, data, mesh.world)
     shards = files_of(data.train)
     if shards is not None and host_samples is None:
-        _check_same_shards(shards.digest, mesh.world)
+        sets = all_files_of(data.train, data.held_out, data.test)
+        _check_same_shards([number for files in sets for number in files.digest], mesh.world)
     partition = Partition(
         job.partition,
         samples=len(data.train) if host_samples is None else sum(host_samples),  # type: ignore[arg-type]
@@ -227,7 +228,7 @@ def _check_same_shards(digest: list[int], group: Group) -> None:
         if found != digests[0]:
             raise DataError(
                 "data.files_differ",
-                "the files of data.path on host {host} differ from the files on host 0: other sizes, contents or "
+                "the data files on host {host} differ from the files on host 0: other sizes, contents or "
                 "numbers of rows. Copy the same files to every host, or read them from a URL.",
                 host=host,
             )

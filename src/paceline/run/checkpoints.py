@@ -16,7 +16,7 @@ from paceline.engine.meter import CHECKPOINT
 from paceline.engine.reduction import StepSignals
 from paceline.errors import CheckpointError, DataError, NonFiniteError
 from paceline.job.job import CheckpointSpec
-from paceline.job.samples import DataSets
+from paceline.job.samples import DataSets, all_files_of
 from paceline.job.stop import StopRule
 from paceline.run.record.recorder import Events, StepInfo
 from paceline.run.record.run import Run
@@ -222,9 +222,11 @@ class Checkpoints:
         self.memory = LastGood(engine, group, job.checkpoint.memory_every_steps) if rewinds else None
         self.rejected: list[int] = []
         self._fingerprint = engine.loader.fingerprint()
+        # the files of the validation and test sets, which may have paths of their own
+        self._other_files = [number for files in all_files_of(data.held_out, data.test) for number in files.digest]
         self._rewinds = 0
         if group.rank == 0:
-            note_shards(run, engine.loader, events)
+            note_shards(run, data, events)
 
     def after_step(self, info: StepInfo) -> None:
         """Begin a checkpoint if it is due, except after the run's last step."""
@@ -265,7 +267,7 @@ class Checkpoints:
         if loaded is None:
             return False
         try:
-            self._refuse_other_data(loaded.values["loop"].get("data"))
+            self._refuse_other_data(loaded.values["loop"])
             values = restore(self.engine, loaded, self.events)
             self.stop.load_state_dict(values["stop"])
             self._load_further(values)
@@ -283,19 +285,23 @@ class Checkpoints:
         self.saving.resumed(loaded.step, self.stop.elapsed_s)
         return True
 
-    def _refuse_other_data(self, saved: list[int] | None) -> None:
+    def _refuse_other_data(self, saved: Mapping[str, Any]) -> None:
         """Refuse to resume with a changed data set.
 
         Its split into training and validation samples differs, so the run would train on earlier validation samples.
+        With other files for validation or test, metrics before and after the checkpoint could not be compared.
         """
-        if (what := changed_data(saved, self._fingerprint)) is None:
+        what = changed_data(saved.get("data"), self._fingerprint)
+        if what is None and saved.get("other_files", self._other_files) != self._other_files:
+            what = "the files of the validation or test set are not the same"
+        if what is None:
             return
         raise DataError(
             "data.changed",
             "the data set of {run} has changed: {change}. A resumed run would have different validation samples "
-            "and a different sample order. Restore the data set, or start a new run without --resume.",
+            "or a different sample order. Restore the data set, or start a new run without --resume.",
             run=self.run.path,
-            change=changed_files(self.run, self.engine.loader) or what,
+            change=changed_files(self.run, self.data) or what,
         )
 
     def rewind(self, result: StepResult) -> None:
@@ -347,7 +353,8 @@ class Checkpoints:
 
     def _values(self) -> dict[str, Any]:
         values = {"stop": self.stop.state_dict(), "rejected": self.rejected, "synthetic": self.data.synthetic}
-        return values | {"data": self._fingerprint} | {name: own.state_dict() for name, own in self.further.items()}
+        values |= {"data": self._fingerprint, "other_files": self._other_files}
+        return values | {name: own.state_dict() for name, own in self.further.items()}
 
     def _load_further(self, values: Mapping[str, Any]) -> None:
         for name, own in self.further.items():

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from torch import Tensor
 from torch.utils.data import ConcatDataset, Dataset
 
 from paceline.corpus.order import Mixture
@@ -17,6 +18,7 @@ from paceline.job.zoo.records import RecordSamples, ShardedSamples
 from paceline.job.zoo.tokens import Sequences
 
 if TYPE_CHECKING:
+    from paceline.corpus.shards import Corpus
     from paceline.job.data import Mixture as MixtureSpec
     from paceline.job.data import Records, Tokens
 
@@ -52,22 +54,19 @@ class MixedSamples(FileSamples):
         sizes: number of samples of each source.
 
     Raises:
-        DataError: a source has its own collate function.
+        DataError: the samples of two sources cannot be in one batch, or mean different things.
     """
+
+    spans_epochs = True
 
     def __init__(self, spec: MixtureSpec, sources: dict[str, Any]) -> None:
         self.names, self.sources = list(sources), list(sources.values())
-        for name, source in sources.items():
-            if not isinstance(source, ShardedSamples):
-                raise DataError(
-                    "data.source_has_collate",
-                    "data.sources.{name} has its own collate function. Set data.collate of the mixture instead.",
-                    name=name,
-                )
         records = {name: source for name, source in sources.items() if isinstance(source, RecordSamples)}
         tokens = {name: source for name, source in sources.items() if isinstance(source, Sequences)}
         _check_classes(records)
         _check_sequences(tokens)
+        if spec.collate is None:
+            _check_forms(sources)
         # whether the samples of all sources form a batch in the same way
         self._alike = not records or not (tokens or any(source.draws for source in records.values()))
         self.draws = any(source.draws for source in self.sources)
@@ -95,7 +94,8 @@ class MixedSamples(FileSamples):
         return [source.alone(sample) for source, sample in raw]
 
     def _raw(self, indices: list[int]) -> list[tuple[ShardedSamples, Any]]:
-        """Read samples, each with its source."""
+        """Read samples, each with its source. Numbers beyond the last sample begin again."""
+        indices = [index % self._offsets[-1] for index in indices]
         sources = np.searchsorted(self._offsets, indices, side="right") - 1
         found: dict[int, tuple[ShardedSamples, Any]] = {}
         for nth, source in enumerate(self.sources):
@@ -151,6 +151,15 @@ class MixedSamples(FileSamples):
         named = zip(self.names, self.sizes, counts, strict=True)
         return {name: {"samples": count, "epochs": round(count / size, 4)} for name, size, count in named}
 
+    @property
+    def order_settings(self) -> dict[str, Any]:
+        """Settings that determine the order of the samples; see `ShardOrder` in `job/partition.py`."""
+        return {
+            "sources": self.names,
+            "shards": [source.order_settings for source in self.sources],
+            "weights": [[first, [w / sum(weights) for w in weights]] for first, weights in self._schedule],
+        }
+
     def fetch(self, shard: int) -> None:
         """Make a shard local.
 
@@ -173,6 +182,22 @@ class MixedSamples(FileSamples):
     def packed(self) -> bool:
         """True if the sequences of any source hold several documents."""
         return any(getattr(source, "packed", False) for source in self.sources)
+
+    @property
+    def classes(self) -> list[str] | None:
+        """Names of the classes, if all sources know them."""
+        known = [getattr(source, "classes", None) for source in self.sources]
+        return known[0] if all(names == known[0] for names in known) else None
+
+    @property
+    def tokenizer(self) -> Any:
+        """The tokenizer, to show samples as text; None if no source names it."""
+        return next((found for source in self.sources if (found := getattr(source, "tokenizer", None))), None)
+
+    @property
+    def corpora(self) -> list[Corpus]:
+        """The files of each source."""
+        return [source.corpus for source in self.sources]
 
     @property
     def reads_in_place(self) -> bool:
@@ -203,6 +228,36 @@ def _check_classes(sources: dict[str, RecordSamples]) -> None:
                 classes=list(known[first]),
                 others=list(classes),
             )
+
+
+def _check_forms(sources: dict[str, Any]) -> None:
+    """Refuse sources whose samples cannot be in one batch, by their first samples."""
+    forms = {name: _form(source[0]) for name, source in sources.items()}
+    for name, form in forms.items():
+        first = next(iter(forms))
+        if form != forms[first]:
+            raise DataError(
+                "data.samples_of_sources_differ",
+                "data.sources: a sample of {first} is {sample}, but a sample of {second} is {other}. All samples of a "
+                "batch need the same names, types and shapes. Change columns, inputs, target, shape or map of a "
+                "source, or set data.collate.",
+                first=first,
+                second=name,
+                sample=forms[first],
+                other=form,
+            )
+
+
+def _form(value: Any) -> str:
+    """Describe the structure, types and shapes of a sample."""
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{name}: {_form(inner)}" for name, inner in sorted(value.items())) + "}"
+    if isinstance(value, (tuple, list)):
+        return f"({', '.join(map(_form, value))})"
+    if isinstance(value, Tensor | np.ndarray | np.generic):
+        return f"{str(value.dtype).removeprefix('torch.')} {' x '.join(map(str, value.shape))}".rstrip()
+    # `default_collate` makes these types of Python's numbers
+    return {bool: "bool", int: "int64", float: "float64"}.get(type(value), type(value).__name__)
 
 
 def _check_sequences(sources: dict[str, Sequences]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import zlib
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -72,8 +73,14 @@ def sharded_sets(
 
 def opened(spec: FileSpec, paths: Sequence[Path | str], classes: tuple[str, ...] = ()) -> Corpus:
     """Open the corpus of these paths; labels of images are positions in `classes`."""
-    named, cache = [str(path) for path in paths], host_files(spec)
-    return Corpus.open(named, format=spec.format, cache=cache, on_bad_shard=spec.on_bad_shard, classes=classes)
+    return Corpus.open(
+        [str(path) for path in paths],
+        format=spec.format,
+        cache=host_files(spec),
+        on_bad_shard=spec.on_bad_shard,
+        classes=classes,
+        columns=spec.needed_columns,
+    )
 
 
 def host_files(spec: FileSpec) -> HostFiles:
@@ -191,6 +198,12 @@ class ShardedSamples(FileSamples):
             starts = np.clip(starts, *part) - part[0]
         return Order(starts, seed=seed, epoch=epoch, batch=batch, window=self.window, shuffle=shuffle)
 
+    @property
+    def order_settings(self) -> dict[str, Any]:
+        """Settings that determine the order of the samples; see `ShardOrder` in `job/partition.py`."""
+        sizes = f"{len(self.starts) - 1} with sizes of digest {zlib.crc32(self.starts.tobytes()):08x}"
+        return {"shuffle_window": self.window, "shards": sizes}
+
     def fetch(self, shard: int) -> None:
         """Make a shard local before it is read."""
         self.corpus.fetch(shard)
@@ -203,6 +216,11 @@ class ShardedSamples(FileSamples):
     def reads_in_place(self) -> bool:
         """True if no shard has to be fetched or converted before it is read."""
         return self.corpus.reads_in_place
+
+    @property
+    def corpora(self) -> list[Corpus]:
+        """The corpus, in a list."""
+        return [self.corpus]
 
     @property
     def digest(self) -> list[int]:
