@@ -42,6 +42,19 @@ def test_images_are_measured_against_the_files_and_the_decoder(tmp_path: Path) -
     assert low <= middle <= high
 
 
+def test_a_mixture_is_measured_with_the_files_of_its_sources(tmp_path: Path) -> None:
+    sources = {}
+    for name in "ab":
+        photos(tmp_path / name)
+        sources[name] = {"kind": "records", "path": name, "shape": [3, 8, 8], "held_out": 0}
+    data = {"kind": "mixture", "sources": sources, "weights": {"a": 1, "b": 2}, "repeat": {"a": 1.5}, "num_workers": 1}
+    _, found = measured(write_job(tmp_path / "job.yaml", data=data, global_batch=4), "--num-workers", "0,1")
+    for workers in (0, 1):
+        assert found["figures"][f"samples_per_s_workers_{workers}"] > 0
+    assert found["figures"]["decoder_samples_per_s"] > 0
+    assert found["figures"]["disk_samples_per_s"] > 0
+
+
 def test_tokens_are_counted_without_padding(tmp_path: Path) -> None:
     _, found = measured(
         write_job(tmp_path / "job.yaml", data=own("Packed", held_out=0), global_batch=4), "--num-workers", 0

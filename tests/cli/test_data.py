@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from paceline.run.data_view import DataView, view_data
 from paceline.run.token_view import histogram
 from paceline.split.mesh import Mesh
 from shown_data import HERE, own, photos
+from small_tokenizers import SENTENCES, save_tokenizer
 
 
 @pytest.fixture
@@ -34,6 +36,8 @@ def view(job_file: Path, samples: int = 4) -> DataView:
     return view_data(Job.load(job_file), samples)
 
 
+TEXTS = [(n, SENTENCES[n % 3]) for n in range(12)]
+GPT = {"zoo": "gpt", "args": {"vocab": 320, "context": 64}}
 KINDS = {
     "digits": {"kind": "digits"},
     "arrays": {"kind": "arrays", "path": "table.npz"},
@@ -45,6 +49,12 @@ KINDS = {
     "images": {"kind": "images", "path": "photos", "shape": [3, 8, 8]},
     "iterable": {**own("Numbers"), "kind": "iterable"},
     "records": {"kind": "records", "path": "photos", "shape": [3, 8, 8]},
+    "mixture": {
+        "kind": "mixture",
+        "sources": {name: {"kind": "records", "path": "photos", "shape": [3, 8, 8]} for name in "ab"},
+        "weights": {"a": 3, "b": 1},
+        "repeat": {"b": 2.5},
+    },
 }
 
 
@@ -95,6 +105,18 @@ def test_packed_documents_have_boundaries_masks_and_padding(job: Any) -> None:
     assert tokens.padding_share == pytest.approx(2 / 9)
     assert tokens.uncounted_share == pytest.approx(2 / 7)
     assert set(tokens.documents.tolist()) == {3, 4}
+
+
+def test_tokens_of_a_mixture_are_shown_as_text(job: Any, tmp_path: Path) -> None:
+    save_tokenizer(tmp_path)
+    (tmp_path / "texts.jsonl").write_text("".join(json.dumps({"text": f"{text} {n}"}) + "\n" for n, text in TEXTS))
+    source = {"kind": "tokens", "path": "texts.jsonl", "tokenizer": "tokenizer.json", "context": 64, "held_out": 0.3}
+    found = view(job({"kind": "mixture", "sources": {"a": source, "b": source}}, model=GPT), 3)
+    assert all(sample.reading is not None and sample.reading.text.strip() for sample in found.samples)
+    alone = view(job(source, model=GPT), 3)
+    for mixed, one in zip(found.sets, alone.sets, strict=True):
+        assert (mixed.name, mixed.samples) == (one.name, 2 * (one.samples or 0))
+        assert mixed.tokens.padding_share == pytest.approx(one.tokens.padding_share)
 
 
 def test_labels_of_another_sequence_are_decoded(job: Any) -> None:

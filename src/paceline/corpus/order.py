@@ -290,7 +290,7 @@ class Mixture:
         return list(dict.fromkeys(shard for _, shard in sorted(found)))
 
     def _slots(self, source: int, steps: range, low: int, high: int) -> tuple[int, int]:
-        """Return the slots of a source's own order whose samples may come to these slots of the mixture."""
+        """Return the slots of a source's own order that reach these slots of a batch."""
         first = self._first + steps.start * self.batch
         began = bisect_right(self._schedule, first, key=itemgetter(0)) - 1
         ended = bisect_left(self._schedule, self._first + steps.stop * self.batch, key=itemgetter(0))
@@ -304,7 +304,7 @@ class Mixture:
         return max(0, floor(low / self.batch * size - margin)), min(size, ceil(high / self.batch * size + margin))
 
     def _shards_between(self, source: int, begin: int, stop: int, slots: tuple[int, int]) -> list[int]:
-        """Return a source's own shards of its samples `begin` to `stop - 1`, which are in one of its epochs."""
+        """Return a source's own shards of its samples `begin` to `stop - 1`, in one epoch."""
         epoch, at = divmod(begin, self.sizes[source])
         order, until = self._order(source, epoch), at + stop - begin
         if not self.shuffle:

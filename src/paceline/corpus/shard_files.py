@@ -227,7 +227,7 @@ class _Parts(io.RawIOBase):
 
 
 def digest_of(file: IO[bytes], size: int, edge: int = _EDGE_BYTES) -> bytes:
-    """Return the SHA-256 over the size and the first and last `edge` bytes of a file."""
+    """Return the SHA-256 over a file's size and its first and last `edge` bytes."""
     digest = hashlib.sha256(f"{size} ".encode())
     digest.update(file.read(edge))
     file.seek(max(edge, size - edge))

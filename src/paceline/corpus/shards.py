@@ -280,7 +280,10 @@ def _selected(listing: Listing, kept: NDArray[np.int64]) -> Listing:
 
 
 def _image_digests(listing: Listing, cache: HostFiles) -> NDArray[np.uint8] | None:
-    """Return the digests of images, shape (images, 32); None if too many are local, or one cannot be read."""
+    """Return the digests of images, shape (images, 32).
+
+    Returns None if too many images are local, or if one cannot be read.
+    """
     if sum(not is_url(name) for name in listing.names) > _MOST_IMAGES:
         return None
 

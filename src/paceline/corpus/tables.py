@@ -238,7 +238,7 @@ def _count_batches(path: Path) -> int:
 
 
 def parquet_to_arrow(path: Path, into: Path, columns: Collection[str] = ()) -> None:
-    """Convert a Parquet file, or these columns of it, to an uncompressed Arrow file with batches of about 64 MB."""
+    """Convert columns of a Parquet file to an uncompressed Arrow file of 64 MB batches."""
     with _decoding(path), optional_package("pyarrow.parquet", "pyarrow").ParquetFile(path) as file:
         about = file.metadata
         bytes_of_groups = sum(about.row_group(n).total_byte_size for n in range(about.num_row_groups))
@@ -248,7 +248,7 @@ def parquet_to_arrow(path: Path, into: Path, columns: Collection[str] = ()) -> N
 
 
 def csv_to_arrow(path: Path, into: Path, columns: Collection[str] = ()) -> None:
-    """Convert a CSV file, or these columns of it, to an uncompressed Arrow file. The first line names the columns."""
+    """Convert columns of a CSV file to an uncompressed Arrow file. The first line names the columns."""
     with _decoding(path):
         csv = optional_package("pyarrow.csv", "pyarrow")
         reader = csv.open_csv(
@@ -260,7 +260,10 @@ def csv_to_arrow(path: Path, into: Path, columns: Collection[str] = ()) -> None:
 
 
 def _needed(schema: Any, columns: Collection[str]) -> list[str] | None:
-    """Return the names of these columns in the order of the file; None if there are none, or one is missing."""
+    """Return these columns in the order of the file.
+
+    Returns None, which means all columns, if none are given or one is missing.
+    """
     if not columns or not {*columns} <= {*schema.names}:
         return None
     return [name for name in schema.names if name in columns]

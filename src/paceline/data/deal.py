@@ -28,6 +28,7 @@ from paceline.data.whole import Flow, Items, Iterated
 from paceline.device import has_pinned_memory
 from paceline.errors import DataError
 from paceline.job.partition import Partition, PartitionSpec
+from paceline.job.samples import files_of
 
 _READ_BY_TORCH = (DataLoader, StatefulDataLoader)
 
@@ -88,6 +89,7 @@ def _partition(loader: DataLoader[Any], data_group: Group, world: Group, seed: i
             hosts=data_group.hosts,
             drop_last=loader.drop_last,
             leaves_empty=True,
+            shards=files_of(dataset),
         )
     single = loader.batch_sampler is None and not _is_bulk(loader)
     sampler = loader.sampler if loader.batch_sampler is None else loader.batch_sampler

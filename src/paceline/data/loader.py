@@ -468,17 +468,23 @@ class Loader:
 
     def _check_order(self, state: dict[str, Any]) -> None:
         assert isinstance(self.partition, Partition)
-        now, saved = _order_of(self.partition), state.get("order")
-        if saved is None or saved == now or not state["step"]:
+        shards, saved = self.partition.shards, state.get("order")
+        spans_epochs = shards is not None and shards.spans_epochs
+        if saved is None or not (state["step"] or (spans_epochs and state["epoch"])):
             return
-        differs = "; ".join(f"{name} was {saved[name]} and is {now[name]}" for name in now if saved[name] != now[name])
+        steps = state["epoch"] * self.partition.steps_per_epoch + state["step"]
+        saved, now = (_begun(order, steps) for order in (saved, _order_of(self.partition)))
+        names = [name for name in {**now, **saved} if saved.get(name) != now.get(name)]
+        if not names:
+            return
         raise DataError(
             "data.position_differs",
             "the saved position is step {step} of an epoch that was divided differently: {differs}. With the "
             "new values, some samples would be used twice, and others not at all. Resume with the same values, or "
-            "change them at the end of an epoch.",
+            "{instead}.",
             step=state["step"],
-            differs=differs,
+            differs="; ".join(f"{name} was {saved.get(name)} and is {now.get(name)}" for name in names),
+            instead="begin a new run" if spans_epochs else "change them at the end of an epoch",
         )
 
     # Iteration
@@ -648,12 +654,23 @@ def changed_data(saved: list[int] | None, now: list[int] | None) -> str | None:
     return f"it still has {now[0]} training samples, but the first, middle or last one is not the same"
 
 
-def _order_of(partition: Partition) -> dict[str, int | bool]:
+def _order_of(partition: Partition) -> dict[str, Any]:
     """Return the settings that determine the samples of a step, for any number of replicas."""
-    found = {"samples": partition.samples, "batch_size": partition.global_batch, "shuffle": partition.shuffle}
+    found: dict[str, Any] = {
+        "samples": partition.samples,
+        "batch_size": partition.global_batch,
+        "shuffle": partition.shuffle,
+        "seed": partition.seed if partition.shuffle else 0,
+    }
     if partition.shards is not None:
-        found["shuffle_window"] = partition.shards.window
-    return found | ({"seed": partition.seed} if partition.shuffle else {"seed": 0})
+        found |= partition.shards.order_settings
+    return found
+
+
+def _begun(order: dict[str, Any], steps: int) -> dict[str, Any]:
+    """Return the settings that determine the first `steps` steps: later weights may change."""
+    weights = {"weights": [stage for stage in order["weights"] if stage[0] < steps]} if "weights" in order else {}
+    return order | weights
 
 
 class _RequestSampler:

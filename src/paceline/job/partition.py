@@ -191,7 +191,10 @@ class ShardOrder(Protocol):
 
     @property
     def order_settings(self) -> dict[str, Any]:
-        """Settings that determine the order, as JSON values; `weights` are pairs of a first step and weights."""
+        """Settings that determine the order, as JSON values.
+
+        `weights` is a list of pairs: a first step, and the weights from this step on.
+        """
 
     def epoch_order(
         self, seed: int, epoch: int, batch: int, *, steps: int, shuffle: bool, part: tuple[int, int] | None = None

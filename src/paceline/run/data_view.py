@@ -24,7 +24,7 @@ from paceline.data.samples import RequestedSamples
 from paceline.job.batch import Batch, rows
 from paceline.job.job import Job
 from paceline.job.partition import Partition
-from paceline.job.samples import DataSets, in_users_data
+from paceline.job.samples import DataSets, all_files_of, in_users_data
 from paceline.planning.plan import Plan
 from paceline.run.build import loader_of
 from paceline.run.token_view import Reading, TokenCounts, read_tokens
@@ -408,7 +408,8 @@ def _read(
 ) -> SetView:
     """Read batches of a set until enough samples are known, or time is up."""
     found = SetView(name, source.samples, source.steps)
-    tokenizer = getattr(in_users_data(dataset, [])[0], "tokenizer", None)
+    owners = [in_users_data(dataset, [])[0], *all_files_of(dataset)]
+    tokenizer = next(filter(None, (getattr(owner, "tokenizer", None) for owner in owners)), None)
     until, wanted = time.monotonic() + MOST_SECONDS, 0 if shown is None else shown.wanted
     known: Any = getattr(dataset, "labels", None)
     counted = isinstance(known, np.ndarray) and known.ndim == 1 and known.dtype.kind in "iu"

@@ -25,6 +25,7 @@ from paceline.engine.calls import sparse_tables, to_channels_last
 from paceline.job.batch import Batch, place, split, target_of
 from paceline.job.job import Job
 from paceline.job.partition import Partition
+from paceline.job.samples import files_of
 from paceline.run.build import load_published, seed_all
 from paceline_lab.systems.system import JOB, Steps, Task
 
@@ -111,6 +112,7 @@ class Work:
             replicas=ranks,
             labels=getattr(self._data, "labels", None),
             drop_last=True,
+            shards=files_of(self._data),
         )
         return self._data, part
 

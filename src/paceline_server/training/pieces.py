@@ -32,6 +32,7 @@ class Pieces:
                 replica=number,
                 replicas=pieces,
                 drop_last=job.drop_last,
+                shards=like.shards,
             )
             for number in range(pieces)
         ]

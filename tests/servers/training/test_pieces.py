@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
+from paceline.corpus.order import Order
 from paceline.job.partition import Partition, PartitionSpec
 from paceline_server.training.pieces import Pieces, Rounds
 from small_jobs import small_job
@@ -36,6 +38,25 @@ def test_the_pieces_of_a_batch_are_the_batch_of_one_process() -> None:
     pieces, batches = Pieces(small_job(global_batch=BATCH), whole(), PIECES), list(whole().batches(1, 0))
     for step, batch in enumerate(batches):
         together = [pieces.samples(len(batches) + step, piece)[0] for piece in range(PIECES)]
+        assert np.concatenate(together).tolist() == batch
+
+
+class Shards:
+    """Files of 30, 25 and 15 samples."""
+
+    window = 8
+
+    def epoch_order(self, seed: int, epoch: int, batch: int, *, steps: int, shuffle: bool) -> Order:
+        return Order(np.array([0, 30, 55, 70]), seed=seed, epoch=epoch, batch=batch, window=self.window)
+
+
+def test_pieces_of_files_have_the_order_of_the_files() -> None:
+    shards: Any = Shards()
+    spec, job = PartitionSpec(), small_job(global_batch=BATCH)
+    like = Partition(spec, samples=70, global_batch=BATCH, seed=job.seed, replica=0, replicas=1, shards=shards)
+    pieces = Pieces(job, like, PIECES)
+    for step, batch in enumerate(like.batches(0, 0)):
+        together = [pieces.samples(step, piece)[0] for piece in range(PIECES)]
         assert np.concatenate(together).tolist() == batch
 
 

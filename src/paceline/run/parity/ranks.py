@@ -29,7 +29,7 @@ from paceline.engine.model_loss import all_in_float64, in_float64, nothing_dropp
 from paceline.job.batch import Batch
 from paceline.job.job import Job
 from paceline.job.partition import Partition
-from paceline.job.samples import DataSets
+from paceline.job.samples import DataSets, files_of
 from paceline.job.stop import Epochs
 from paceline.job.streams import with_few
 from paceline.planning.plan import Plan
@@ -157,7 +157,7 @@ class _Dealt:
         self.engine, self.microbatches = engine, engine.plan.microbatches
         labels = getattr(data.train, "labels", None)
         spec: dict[str, Any] = {"samples": len(data.train), "global_batch": job.global_batch, "seed": job.seed}  # type: ignore[arg-type]
-        spec |= {"replicas": ranks, "labels": labels, "drop_last": job.drop_last}
+        spec |= {"replicas": ranks, "labels": labels, "drop_last": job.drop_last, "shards": files_of(data.train)}
         self.partitions = [Partition(job.partition, replica=rank, **spec) for rank in range(ranks)]
         self.buffers = [[b.clone() for b in engine.model.buffers()] for _ in range(ranks)]
         self.waiting: list[int] = []  # by coming part: its rank

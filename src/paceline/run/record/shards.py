@@ -36,7 +36,7 @@ def changed_files(run: Run, data: DataSets) -> str | None:
 
 
 def _corpora(data: DataSets) -> list[Corpus]:
-    """Return the files of the training, validation and test sets, and of each source of a mixture."""
+    """Return the files of all sets, and of each source of a mixture."""
     sets = all_files_of(data.train, data.held_out, data.test)
     return list({id(corpus): corpus for files in sets for corpus in files.corpora}.values())
 
