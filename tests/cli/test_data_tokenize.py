@@ -44,3 +44,10 @@ def test_a_cache_folder_that_cannot_be_made_is_named(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tokenizer))
     outcome = paceline("data", "tokenize", "a.jsonl", "out", "--tokenizer", tokenizer, folder=tmp_path)
     outcome.fails_with("storage.folder_unusable", folder=tokenizer / "paceline")
+
+
+def test_a_url_as_output_is_refused(tmp_path: Path, tokenizer: Path) -> None:
+    (tmp_path / "a.jsonl").write_text(json.dumps({"text": "a"}) + "\n")
+    outcome = paceline("data", "tokenize", "a.jsonl", "s3://bucket/out", "--tokenizer", tokenizer, folder=tmp_path)
+    outcome.fails_with("data.tokens_at_url", url="s3://bucket/out")
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["a.jsonl"]

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from tokenizers import Tokenizer as Library
+from tokenizers import models
 
 from paceline.corpus.tokenizer import Tokenizer
 from paceline.errors import DataError
@@ -114,3 +115,12 @@ def test_a_missing_package_is_named_with_its_extra(folder: Path, monkeypatch: py
     monkeypatch.setattr(builtins, "__import__", without_tokenizers)
     with raises(DataError, "data.package_missing", package="tokenizers"):
         Tokenizer.load(folder)
+
+
+def test_text_without_a_token_is_an_error_that_names_the_tokenizer(tmp_path: Path) -> None:
+    file = tmp_path / "tokenizer.json"
+    Library(models.WordLevel({"known": 0, "</s>": 1}, unk_token="[UNK]")).save(str(file))
+    tokenizer = Tokenizer.load(file)
+    assert tokenizer.encode("known").tolist() == [0, 1]
+    with raises(DataError, "data.text_not_encoded", file=file, start=repr("unknown")):
+        tokenizer.encode("unknown")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -170,6 +171,62 @@ def test_a_folder_of_another_tokenizer_or_column_is_refused(tmp_path: Path, toke
         with raises(DataError, code, folder=out):
             tokenize(open_corpus(source, tmp_path / "cache"), column, refused, out)
     assert len(documents_in(out, tmp_path / "cache")) == len(TEXTS)
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [("a/x", "a+x"), ("a/+x", "a+/x"), ("a~/x", "a~-x"), ("a~-x", "a+x"), (f"a/{'b' * 150}/{'c' * 150}", "a")],
+)
+def test_files_whose_names_look_alike_keep_all_their_documents(
+    tmp_path: Path, tokenizer: Tokenizer, first: str, second: str
+) -> None:
+    for name, texts in ((first, TEXTS[:20]), (second, TEXTS[20:])):
+        file = tmp_path / "source" / f"{name}.jsonl"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    about = tokenize(open_corpus(tmp_path / "source", tmp_path / "cache"), "text", tokenizer, tmp_path / "out")
+    found = documents_in(tmp_path / "out", tmp_path / "cache")
+    assert sorted(found) == sorted(tokenizer.encode(text).tolist() for text in TEXTS)
+    assert about.documents == len(TEXTS)
+
+
+def test_a_folder_with_other_files_is_refused_and_left_alone(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    source = write_source(tmp_path / "source", TEXTS)
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "mine.arrow").write_bytes(b"mine")
+    with raises(DataError, "data.folder_of_others", folder=out, file="mine.arrow"):
+        tokenize(open_corpus(source, tmp_path / "cache"), "text", tokenizer, out)
+    assert (out / "mine.arrow").read_bytes() == b"mine"
+
+
+def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    corpus = open_corpus(write_source(tmp_path / "source", TEXTS), tmp_path / "cache")
+    for out in (tmp_path / "source" / "0.jsonl", tmp_path / "source" / "0.jsonl" / "out"):
+        with raises(DataError, "data.tokens_not_written", folder=out):
+            tokenize(corpus, "text", tokenizer, out)
+
+
+def test_a_disk_that_gets_full_is_an_error_and_the_next_call_continues(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    corpus, out = open_corpus(write_source(tmp_path / "source", TEXTS * 20), tmp_path / "cache"), tmp_path / "out"
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, before[1]))  # as a full disk, but without a disk
+    try:
+        with raises(DataError, "data.tokens_not_written", folder=out):
+            tokenize(corpus, "text", tokenizer, out)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    tokenize(corpus, "text", tokenizer, out)
+    assert documents_in(out, tmp_path / "cache") == [tokenizer.encode(text).tolist() for text in TEXTS * 20]
+
+
+def test_lost_lengths_are_made_again(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    source, out = write_source(tmp_path / "source", TEXTS), tmp_path / "out"
+    tokenize(open_corpus(source, tmp_path / "cache"), "text", tokenizer, out)
+    content = (out / "lengths.npy").read_bytes()
+    (out / "lengths.npy").unlink()
+    tokenize(open_corpus(source, tmp_path / "cache"), "text", tokenizer, out)
+    assert (out / "lengths.npy").read_bytes() == content
 
 
 @pytest.mark.parametrize(

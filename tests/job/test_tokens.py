@@ -244,6 +244,30 @@ def test_a_folder_whose_files_do_not_belong_together_is_refused(folder: Path, tm
         built(folder)
 
 
+@pytest.mark.parametrize("content", [None, b"", b"no numbers"])
+def test_lengths_that_cannot_be_read_are_named(folder: Path, content: bytes | None) -> None:
+    (folder / "lengths.npy").unlink()
+    if content is not None:
+        (folder / "lengths.npy").write_bytes(content)
+    for pack in (False, True):
+        with raises(DataError, "data.lengths_unreadable", folder=folder):
+            built(folder, pack=pack)
+
+
+@pytest.mark.parametrize("pack", [False, True])
+@pytest.mark.parametrize("change", [-1, 1, 100])
+def test_documents_of_other_lengths_are_refused(folder: Path, pack: bool, change: int) -> None:
+    """A file that was replaced by one with as many documents must not be read in part."""
+    shard = sorted(folder.glob("*.arrow"))[1]
+    with pa.memory_map(str(shard)) as source:
+        table = pa.ipc.open_file(source).read_all()
+    documents = [document[:-1] if change < 0 else document + [1] * change for document in table["tokens"].to_pylist()]
+    with pa.OSFile(str(shard), "wb") as sink, pa.ipc.new_file(sink, table.schema) as writer:
+        writer.write_table(pa.table({"tokens": documents}, schema=table.schema))
+    with raises(DataError, "data.row_unreadable"):
+        samples(built(folder, pack=pack).train)
+
+
 def test_what_the_objective_or_the_source_needs_is_asked_for(
     text: Path, folder: Path, tokenizer: Tokenizer, tmp_path: Path
 ) -> None:

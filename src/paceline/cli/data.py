@@ -70,7 +70,7 @@ def tokenize(
     source: Annotated[
         str, typer.Argument(metavar="SOURCE", help="File, folder, pattern or URL of the text. Quote a pattern.")
     ],
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to create or update.")],
+    out: Annotated[str, typer.Argument(metavar="OUT", help="Local folder to create or update.")],
     tokenizer: Annotated[
         Path,
         typer.Option("--tokenizer", metavar="PATH", help="A tokenizer.json, or a folder that contains one."),
@@ -93,8 +93,17 @@ def tokenize(
     from paceline.corpus.shards import Corpus
     from paceline.corpus.tokenizer import Tokenizer
     from paceline.corpus.tokens import tokenize as convert
+    from paceline.errors import DataError
+    from paceline.storage.url import is_url
     from paceline.units import clock, count, large
 
+    if is_url(out):
+        raise DataError(
+            "data.tokens_at_url",
+            "{url} is a URL, but tokens are written to a local folder. Write them to a local folder, and copy the "
+            "folder to {url}.",
+            url=out,
+        )
     console = Console(stderr=True)
     model = Tokenizer.load(tokenizer)
     with console.status("reading the index of the source"):
@@ -102,7 +111,7 @@ def tokenize(
         corpus = Corpus.open([source], format=format and format.value, cache=cache)
     started = time.monotonic()
     with Bar(console, len(corpus)) as bar:
-        about = convert(corpus, column, model, out, workers=workers, progress=bar.update)
+        about = convert(corpus, column, model, Path(out), workers=workers, progress=bar.update)
     documents = f"{count(about.documents, 'document')}, {large(about.tokens)} tokens"
     took = clock(time.monotonic() - started)
     typer.echo(f"{out}: {documents} with ids from 0 to {about.vocab_size - 1:,}, in {took}")

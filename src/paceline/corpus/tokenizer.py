@@ -92,10 +92,23 @@ class Tokenizer:
 
         The tokenizer's own template, such as `[CLS] … [SEP]`, is not applied. Special tokens that are spelled out in
         the text become these tokens. An unpaired surrogate becomes U+FFFD.
+
+        Raises:
+            DataError: the tokenizer has no token for a part of the text, and no token for unknown text.
         """
         valid = text if text.isascii() else _without_surrogates(text)
-        # This call computes no offsets into the text, and starts no threads for a single text.
-        found: list[int] = self._model.encode_batch_fast([valid], add_special_tokens=False)[0].ids
+        try:
+            # This call computes no offsets into the text, and starts no threads for a single text.
+            found: list[int] = self._model.encode_batch_fast([valid], add_special_tokens=False)[0].ids
+        except Exception as error:  # the library raises plain exceptions
+            raise DataError(
+                "data.text_not_encoded",
+                "{file}: the tokenizer cannot convert a text that starts with {start}: {error}. Add a token for "
+                "unknown text to the tokenizer.",
+                file=self.path.absolute(),
+                start=repr(text[:40]),
+                error=error,
+            ) from error
         if end:
             found.append(self.end_token_id)
         return found

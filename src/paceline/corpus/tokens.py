@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import fcntl
+import hashlib
 import json
 import multiprocessing
 import os
@@ -41,6 +42,7 @@ _UNFINISHED = "unfinished.jsonl"  # parts that were written since the last token
 _PART_BYTES = (4 << 20, 64 << 20)  # smallest and largest part of a source file, before a split by rows
 _PARTS = 16  # number of parts per source file within these limits, so that all processes have work
 _BATCH_TOKENS = 1 << 20  # tokens of a record batch, which a process holds in memory
+_NAME_BYTES = 200  # longest name of a part; file systems allow 255 bytes, with the additions of unfinished files
 _POLL_S = 0.2
 _PR_SET_PDEATHSIG = 1  # option of prctl
 
@@ -182,16 +184,16 @@ def tokenize(
         wait: True to wait while another process writes to the folder, False to raise an error.
 
     Raises:
-        DataError: the folder belongs to another tokenizer or column, another process writes to it, a row has no such
-            column or other values than text in it, all rows are empty, a file is damaged, or a worker was killed.
+        DataError: the folder cannot be written, holds other files, belongs to another tokenizer or column, or another
+            process writes to it; a row has no such column or other values than text in it, all rows are empty, a file
+            is damaged, or a worker was killed.
     """
-    out.mkdir(parents=True, exist_ok=True)
-    with _alone(out, wait=wait):
+    with _writable(out), _alone(out, wait=wait):
         about = TokensAbout.of(tokenizer, column)
         finished = {_of_source(part): part for part in _finished(out, about, tokenizer)}
         wanted = _parts(corpus)
         missing = {part: first for part, first in wanted.items() if part not in finished}
-        if (out / DESCRIPTION).exists() and len(wanted) == len(finished) and not missing:
+        if (out / DESCRIPTION).exists() and (out / LENGTHS).exists() and len(wanted) == len(finished) and not missing:
             return replace(about, parts=tuple(finished[part] for part in wanted))
         done = [finished[part] for part in wanted if part in finished]
         write_whole(out / _UNFINISHED, _lines({"layout": _LAYOUT, **asdict(about)}, *(part._asdict() for part in done)))
@@ -286,6 +288,22 @@ def _batches(documents: Iterator[Tokens]) -> Iterator[list[Tokens]]:
 
 
 @contextmanager
+def _writable(out: Path) -> Iterator[None]:
+    """Create a folder, and explain errors of writing to it. Errors of reading the source are no OSErrors."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        yield
+    except OSError as error:
+        raise DataError(
+            "data.tokens_not_written",
+            "{folder} cannot hold the tokens: {reason}. Choose another folder, or repair this one and try again: "
+            "finished parts are kept.",
+            folder=out.absolute(),
+            reason=os.strerror(error.errno) if error.errno else error,
+        ) from error
+
+
+@contextmanager
 def _alone(out: Path, *, wait: bool) -> Iterator[None]:
     """Hold the lock of a folder, and remove unfinished files of killed processes."""
     with (out / ".lock").open("w") as lock:
@@ -308,6 +326,13 @@ def _finished(out: Path, about: TokensAbout, tokenizer: Tokenizer) -> list[Part]
         found = read_about(out)
     elif (out / _UNFINISHED).exists():
         found = _journal(out / _UNFINISHED)
+    elif others := sorted(file.name for file in out.iterdir() if not file.name.startswith(".")):
+        raise DataError(
+            "data.folder_of_others",
+            "{folder} holds other files, such as {file}. Write the tokens to a new folder.",
+            folder=out.absolute(),
+            file=others[0],
+        )
     else:
         return []
     if not found.parts:  # for example, after a first start with a wrong column
@@ -377,14 +402,24 @@ def _parts(corpus: Corpus) -> dict[Part, int]:
     found: dict[Part, int] = {}
     for shard, start in zip(corpus.shards, corpus.starts.tolist(), strict=False):
         below = shard.name.removeprefix(folder)
+        name = _flat(below)
         part_bytes = min(max(shard.size // _PARTS, _PART_BYTES[0]), _PART_BYTES[1])
         count = max(1, min(shard.rows, -(-shard.size // part_bytes)))
         bounds = [shard.rows * nth // count for nth in range(count + 1)]
         for nth in range(count if shard.rows else 0):
-            name = f"{below.replace('/', '+')}-{nth:05d}.arrow"
-            part = Part(name, 0, 0, 0, below, shard.size, shard.digest, bounds[nth], bounds[nth + 1])
+            part = Part(
+                f"{name}-{nth:05d}.arrow", 0, 0, 0, below, shard.size, shard.digest, bounds[nth], bounds[nth + 1]
+            )
             found[part] = start + part.first
     return found
+
+
+def _flat(path: str) -> str:
+    """Return a file name for a path; different paths have different names."""
+    name = path.replace("~", "~~").replace("+", "~-").replace("/", "+")
+    if len(os.fsencode(name)) > _NAME_BYTES:
+        return hashlib.sha256(path.encode(errors="surrogateescape")).hexdigest()
+    return name
 
 
 def _of_source(part: Part) -> Part:

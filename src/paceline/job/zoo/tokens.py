@@ -195,7 +195,7 @@ class Folders:
         return self._known[folder]
 
     def _read(self, folder: str) -> tuple[TokensAbout, NDArray[np.uint32]]:
-        load = partial(np.load, mmap_mode="r", allow_pickle=False)
+        load = partial(_lengths, folder)
         if not is_url(folder):
             return read_about(Path(folder)), load(Path(folder, LENGTHS))
         from paceline.storage.store import Store
@@ -209,6 +209,22 @@ class Folders:
         about = TokensAbout.from_json(content, f"{folder}/{DESCRIPTION}")
         key = f"lengths of tokens\n{folder}\n{hashlib.sha256(content).hexdigest()}"
         return about, self._cache.opened(key, lambda file: _fetch(store, file), load)
+
+
+def _lengths(folder: str, file: Path) -> NDArray[np.uint32]:
+    try:
+        lengths: NDArray[np.uint32] = np.load(file, mmap_mode="r", allow_pickle=False)
+    except (ValueError, EOFError, OSError) as error:
+        if isinstance(error, FileNotFoundError) and is_url(folder):
+            raise  # another process has deleted the copy
+        raise DataError(
+            "data.lengths_unreadable",
+            "{folder}/lengths.npy cannot be read: {reason}. Run `paceline data tokenize` again, or copy the whole "
+            "folder again.",
+            folder=folder,
+            reason=getattr(error, "strerror", None) or error,
+        ) from error
+    return lengths
 
 
 def _fetch(store: Any, file: Path) -> None:
@@ -406,9 +422,10 @@ class TokenSamples(Sequences):
         return Contents(index, excerpts)
 
     def _check(self, tokens: NDArray[np.int32], length: int, row: int) -> None:
-        if len(tokens) < length:
+        # a piece that is shorter than the context ends its document
+        if len(tokens) < length or (length < self.form.context and len(tokens) > length):
             where = Where(self.corpus, row)
-            raise Damaged(str(where), None, "the document has fewer tokens than lengths.npy states")
+            raise Damaged(str(where), None, "the number of tokens of the document differs from lengths.npy")
         # read as unsigned, negative numbers are too large as well
         largest = int(tokens.view(np.uint32).max())
         if largest >= self.form.vocab_size:
