@@ -6,6 +6,7 @@ import os
 import random
 import signal
 import time
+import urllib.request
 from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
@@ -109,6 +110,36 @@ class Stored(Points):
             self.times -= 1
             raise StorageError("test.away", "{url} is away", url="s3://bucket/shard", may_pass=self.may_pass)
         return super().__getitem__(index)
+
+
+class Served(Dataset[tuple[Tensor, Tensor]]):
+    """Points that a server at `url` holds, one file each; the file `note` exists once a request had no answer."""
+
+    def __init__(self, url: str, note: str, samples: int = 70) -> None:
+        self.url, self.note, self.samples = url, Path(note), samples
+
+    def __len__(self) -> int:
+        return self.samples
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        url = f"{self.url}/{index}"
+        try:
+            with urllib.request.urlopen(url, timeout=0.5) as answer:
+                values = torch.frombuffer(bytearray(answer.read()), dtype=torch.float32)
+        except OSError as error:
+            self.note.touch()
+            raise StorageError("test.away", "{url} is away", url=url, may_pass=True) from error
+        return values, values[:CLASSES].argmax()
+
+
+def slow_points(**args: Any) -> Points:
+    """Points in memory that take a while to read, beside validation data that take `args`."""
+    return Points(sleep_s=0.02)
+
+
+def near_points(samples: int, **args: Any) -> Points:
+    """Points in memory, beside validation data in a store that take `args`."""
+    return Points(samples)
 
 
 def drawn_points() -> TensorDataset:

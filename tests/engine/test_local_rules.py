@@ -137,12 +137,12 @@ def test_a_loss_that_one_replica_sees_ends_no_run(tmp_path: Path, ranks: Ranks) 
 def test_a_signal_to_one_rank_ends_all_within_a_period_and_saves(
     tmp_path: Path, ranks: Ranks, monkeypatch: pytest.MonkeyPatch, undisturbed: dict[str, Run]
 ) -> None:
-    monkeypatch.setenv("INTERRUPT", "1:22")  # in its sixth step
+    monkeypatch.setenv("INTERRUPT", "1:38")  # between steps 9 and 10, as an epoch begins
     run = train(tmp_path / "run", LOCAL, ranks)
     *_, end = run.events()
-    assert (end["reason"], end["interrupted"], end["step"]) == ("SIGTERM", True, 8)
-    assert [len(run.steps(rank)) for rank in range(2)] == [8, 8]
-    assert [step for step, _ in checkpoints(run.checkpoints)] == [8]
+    assert (end["reason"], end["interrupted"], end["step"]) == ("SIGTERM", True, 12)
+    assert [len(run.steps(rank)) for rank in range(2)] == [12, 12]
+    assert [step for step, _ in checkpoints(run.checkpoints)] == [12]
     monkeypatch.delenv("INTERRUPT")
     resumed = train(tmp_path / "run", LOCAL, ranks)
     for rank in range(2):

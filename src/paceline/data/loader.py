@@ -6,6 +6,7 @@ The loader reads through torchdata's `StatefulDataLoader`.
 from __future__ import annotations
 
 import copy
+import math
 import warnings
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,13 +15,15 @@ from multiprocessing.util import Finalize
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from torch._C import _remove_worker_pids, _set_worker_pids
+from torch.utils._pytree import tree_leaves
 from torch.utils.data import Dataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from paceline.corpus.host_files import FetchAhead
 from paceline.data.loader_processes import Begin, SmallBatch, Workers, as_sent, failed, make_room_for_sockets
-from paceline.data.samples import Collate, CountedBatch, LoaderFailure, RequestedSamples, SampleRequest
+from paceline.data.samples import Collate, CountedBatch, LoaderFailure, RequestedSamples, Retry, SampleRequest
 from paceline.data.stream import SamplerStream
 from paceline.data.whole import BatchShard, Flow
 from paceline.errors import DataError, LoaderProcessError, PlanError, StorageError
@@ -65,6 +68,9 @@ class Loader:
         position: position of the last yielded batch; None before the first batch.
         indices: dataset indices of the samples in the last yielded batch.
         left_out: indices whose samples are None; `collate_fn` omitted them from the last yielded batch.
+        retry_s: seconds for which reading a batch is retried if a store cannot be reached.
+        retries: for each yielded batch that was read only in a later attempt: its epoch, its step and the attempts. The
+            user of the loader may clear the list.
 
     Raises (while iterating): DataError: the length of the dataset has changed, reading a sample raised an error,
         samples cannot be collated, or the ranks read different data. LoaderProcessError: a loader process was
@@ -102,7 +108,8 @@ class Loader:
         self.device = torch.device("cpu")  # device of the batches; only users' own loops change it
         self._rank = partition.replica if rank is None else rank
         self._samples = samples or RequestedSamples(dataset, collate_fn, partition.replica, partition.seed)
-        self._samples.retry_s = retry_s
+        self._samples.retry_s = self.retry_s = retry_s
+        self.retries: list[tuple[int, int, Retry]] = []
         # With loader processes, this process reads a copy of the dataset, so that the processes share no open file.
         self._looks = self._samples.apart() if self.num_workers else self._samples
         self._batches: Iterator[Any] | None = None  # torchdata's iterator of the running iteration
@@ -199,11 +206,11 @@ class Loader:
         """True if `look_ahead` may be called; False for streams, data in memory and stateful datasets."""
         return isinstance(self.partition, Partition) and not (self._samples.stateful or self._samples.in_memory)
 
-    def look_ahead(self, count: int) -> StorageError | None:
+    def look_ahead(self, count: int, most_bytes: float = math.inf) -> StorageError | None:
         """Read up to `count` batches of this epoch before they are due.
 
         Call this method before an iteration, or between two of its batches. An error of the dataset is stored, and
-        raised when its batch is due.
+        raised when its batch is due. No further batch is read once the read batches have `most_bytes`.
 
         Returns:
             The error if one of these batches cannot be read from its store; None otherwise.
@@ -218,6 +225,8 @@ class Loader:
         if count > 0 and self._batches is self._started is None:
             self._started = self._start(epoch, step)
         while len(self._ahead) < count and not any(isinstance(batch, Exception) for batch in self._ahead):
+            if most_bytes < math.inf and sum(map(_bytes_of, self._ahead)) >= most_bytes:
+                break
             try:
                 self._ahead.append(self._read(self._started if self._batches is None else self._batches))
             except LoaderProcessError:
@@ -569,6 +578,8 @@ class Loader:
             raise explained from batch.cause
         self.left_out, counts = [], {}
         if isinstance(batch, CountedBatch):
+            if batch.retry is not None:
+                self.retries.append((epoch, step, batch.retry))
             batch, self.left_out, counts = batch.batch, batch.left_out, batch.counts
         read_whole = isinstance(batch, BatchShard)
         if isinstance(batch, BatchShard):
@@ -697,6 +708,11 @@ class _RequestSampler:
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Do nothing, because the state is empty."""
+
+
+def _bytes_of(batch: Any) -> int:
+    batch = batch.batch if isinstance(batch, CountedBatch) else batch
+    return sum(leaf.nbytes for leaf in tree_leaves(batch) if isinstance(leaf, Tensor))
 
 
 def _unchanged(batch: Any) -> Any:

@@ -50,6 +50,7 @@ class RequestedSamples(Dataset[Any]):
         collate_draws: whether `collate_fn` has used random numbers in this process.
         left_out: indices in the last batch whose samples are None; `collate_fn` omits these samples.
         retry_s: seconds for which reading a batch is retried if a store cannot be reached; 0 raises the first error.
+        retry: the attempts before the last batch could be read; None if the first attempt succeeded.
     """
 
     def __init__(
@@ -69,8 +70,9 @@ class RequestedSamples(Dataset[Any]):
         self.draws = self.collate_draws = False
         self.left_out: list[Any] = []
         self.retry_s = 0.0
+        self.retry: Retry | None = None
         files = files_of(dataset)
-        self.in_memory = type(in_users_data(dataset, [])[0]) in (TensorDataset, TensorSamples)
+        self.in_memory = is_in_memory(dataset)
         self._cannot_draw = (self.in_memory if files is None else not files.draws) and not self.has_own_collate
         self.stateful = isinstance(dataset, Stateful)
         if isinstance(dataset, Stateful):  # torchdata saves the state of an object that has these two methods
@@ -121,19 +123,30 @@ class RequestedSamples(Dataset[Any]):
             return LoaderFailure(error.problems, error)
 
     def _read(self, request: SampleRequest) -> Any:
-        until, pause_s = time.monotonic() + self.retry_s, _FIRST_PAUSE_S
-        while True:
-            try:
-                batch = self.read(request.indices, (request.epoch, request.step))
-                break
-            except StorageError as error:
-                if not error.may_pass or time.monotonic() + pause_s > until:
-                    raise
-            time.sleep(pause_s)
-            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+        batch = self.read_or_retry(request.indices, (request.epoch, request.step))
         files = files_of(self.dataset) if request.indices else None
         counts = {} if files is None else files.counts
-        return CountedBatch(batch, self.left_out, counts) if self.left_out or counts else batch
+        return (
+            CountedBatch(batch, self.left_out, counts, self.retry) if self.left_out or counts or self.retry else batch
+        )
+
+    def read_or_retry(self, indices: list[int], at: tuple[int, int]) -> Any:
+        """Read samples as `read` does, and try again if a store cannot be reached."""
+        began, pause_s, first = time.monotonic(), _FIRST_PAUSE_S, ""
+        self.retry = None
+        while True:
+            try:
+                batch = self.read(indices, at)
+                break
+            except StorageError as error:
+                if not error.may_pass or time.monotonic() - began + pause_s > self.retry_s:
+                    raise
+                first = first or str(error)
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+        if first:
+            self.retry = Retry(time.monotonic() - began, first)
+        return batch
 
     def read(self, indices: list[int], at: tuple[int, int] | None = None) -> Any:
         """Read these samples as one collated batch; return None if `indices` is empty.
@@ -281,18 +294,32 @@ class RequestedSamples(Dataset[Any]):
         return f"{name}{type(dataset).__module__}.{type(dataset).__qualname__}"
 
 
+class Retry(NamedTuple):
+    """The attempts to read a batch from a store before the attempt that succeeded.
+
+    Attributes:
+        seconds: time from the first attempt until the batch was read.
+        error: text of the first error.
+    """
+
+    seconds: float
+    error: str
+
+
 @dataclass(frozen=True)
 class CountedBatch:
-    """A batch with further information from the dataset.
+    """A batch with further information about how it was read.
 
     Attributes:
         left_out: indices of the samples that `collate_fn` omitted, because they are None.
         counts: numbers about this batch for the run's record, by name, from the dataset's attribute `counts`.
+        retry: the failed attempts to read the batch; None without any.
     """
 
     batch: Any
     left_out: list[Any]
     counts: dict[str, int]
+    retry: Retry | None = None
 
 
 @dataclass(frozen=True)
@@ -343,8 +370,20 @@ def _listed(indices: Sequence[int]) -> str:
     return ", ".join(map(str, indices[:8])) + (f" and {len(indices) - 8} more" if len(indices) > 8 else "")
 
 
+def is_in_memory(dataset: Dataset[Any]) -> bool:
+    """Return True if the dataset consists of tensors in memory."""
+    return type(in_users_data(dataset, [])[0]) in (TensorDataset, TensorSamples)
+
+
 def held_out_batches(
-    dataset: Dataset[Any], *, batch: int, replica: int, replicas: int, in_turn: bool = False
+    dataset: Dataset[Any],
+    *,
+    batch: int,
+    replica: int,
+    replicas: int,
+    in_turn: bool = False,
+    retry_s: float = 0.0,
+    on_retry: Callable[[Retry], object] = lambda retry: None,
 ) -> Iterator[Any]:
     """Yield a replica's shard of a validation set in batches of `batch` samples.
 
@@ -355,17 +394,24 @@ def held_out_batches(
     may have different numbers of batches, even none. A sample's random numbers depend only on its index, so every
     evaluation measures the same samples.
 
+    If a store cannot be reached, reading a batch is retried for `retry_s` seconds. `on_retry` is called after each
+    batch that was read only in a later attempt.
+
     Raises:
         DataError: reading a sample raised an error, or samples cannot be collated.
     """
     samples = RequestedSamples(dataset, None, replica, seed=0)
+    samples.retry_s = retry_s
     count = len(dataset)  # type: ignore[arg-type]
     if in_turn:
         first, end, stride = replica * batch, count, replicas * batch
     else:
         first, end, stride = replica * count // replicas, (replica + 1) * count // replicas, batch
     for start in range(first, end, stride):
-        yield samples.read(list(range(start, min(start + batch, end))), (0, start // batch))
+        found = samples.read_or_retry(list(range(start, min(start + batch, end))), (0, start // batch))
+        if samples.retry is not None:
+            on_retry(samples.retry)
+        yield found
 
 
 def most_batches(samples: int, *, batch: int, replicas: int, in_turn: bool = False) -> int:

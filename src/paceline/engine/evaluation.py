@@ -12,13 +12,14 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from paceline.comm import Group
-from paceline.data.samples import held_out_batches, most_batches, padded
+from paceline.data.samples import Retry, held_out_batches, most_batches, padded
 from paceline.device import forked_random, widened, widest_float
 from paceline.engine.compute import Compute
-from paceline.errors import DataError, JobError
+from paceline.errors import DataError, JobError, StorageError
 from paceline.job.batch import Batch
 from paceline.job.loss import Metric
 from paceline.job.loss_items import LossMetric
+from paceline.planning.plan import REPLICA
 from paceline.sync import SyncRule
 from paceline.wire.status import Phase
 
@@ -49,12 +50,22 @@ class Evaluation:
         self._statistics = statistics
 
     def means(self, batches: Iterable[Batch | None], metrics: list[Metric], rule: SyncRule) -> dict[str, float]:
-        """Compute the metrics over the batches of all ranks; every rank must call this."""
+        """Compute the metrics over the batches of all ranks; every rank must call this.
+
+        Raises:
+            UnreadableBatch: a batch cannot be read; raised on all ranks, which can then go on together.
+        """
         measured = Measured(metrics)
+        unreadable: UnreadableBatch | None = None
         with self.measuring(rule):
-            for i, batch in enumerate(batches):
-                self.begin(i)
-                measured.add(self._measured(batch, metrics))
+            try:
+                for i, batch in enumerate(batches):
+                    self.begin(i)
+                    measured.add(self._measured(batch, metrics))
+            except UnreadableBatch as error:
+                unreadable = error
+        if unreadable is not None:
+            raise unreadable
         return measured.results(self.compute.group)
 
     @contextmanager
@@ -119,21 +130,66 @@ class Evaluation:
         ]
 
 
-def batches_of(compute: Compute, dataset: Dataset[Any], global_batch: int) -> Iterable[Batch | None]:
+class UnreadableBatch(StorageError):
+    """Error of every rank if one rank cannot read a batch of an evaluation."""
+
+
+def batches_of(
+    compute: Compute,
+    dataset: Dataset[Any],
+    global_batch: int,
+    *,
+    retry_s: float = 0.0,
+    on_retry: Callable[[Retry], object] = lambda retry: None,
+) -> Iterable[Batch | None]:
     """Return this rank's batches of a data set for evaluation.
 
     If ranks wait for each other in every batch, every rank gets the same number of batches, with None for a missing
-    batch.
+    batch. If a store cannot be reached, reading a batch is retried for `retry_s` seconds; see `held_out_batches`.
     """
     # a metric of a whole batch depends on which samples are in it
     whole = getattr(compute.loss, "whole_batch", False)
     rank, size = compute.data_group.rank, compute.data_group.size
     batch = global_batch if whole else max(1, global_batch // size)
-    batches = held_out_batches(dataset, batch=batch, replica=rank, replicas=size, in_turn=whole)
+    batches = held_out_batches(
+        dataset, batch=batch, replica=rank, replicas=size, in_turn=whole, retry_s=retry_s, on_retry=on_retry
+    )
     if compute.split is None or not compute.split.all_must_compute:
         return batches
     samples = len(dataset)  # type: ignore[arg-type]  # torch's Dataset does not declare __len__
     return padded(batches, most_batches(samples, batch=batch, replicas=size, in_turn=whole))
+
+
+def until_unreadable(compute: Compute, batches: Iterable[Batch | None]) -> Iterator[Batch | None]:
+    """Yield the batches; if a rank cannot read one, raise an error on every rank.
+
+    Every rank must iterate to the end. The ranks of a replica wait for each other in every batch, so they first compare
+    whether they have the batch. All ranks compare after their last batch.
+
+    Raises:
+        UnreadableBatch: a rank cannot read a batch.
+    """
+    mesh = compute.split.mesh if compute.split is not None else None
+    groups = [] if mesh is None else [mesh.group(axis) for axis in REPLICA if mesh.sizes[axis] > 1]
+    found, over, waiting = None, False, iter(batches)
+    while not over:
+        batch = None
+        try:
+            batch = next(waiting)
+        except StopIteration:
+            over = True
+        except StorageError as error:
+            found, over = str(error), True
+        if groups:
+            ended = torch.tensor([float(over)], device=compute.device)
+            for group in groups:
+                group.all_reduce(ended, "max")
+            over = bool(ended.item())
+        if not over:
+            yield batch
+    reasons = [reason for reason in compute.group.gather_json(found) if reason is not None]
+    if reasons:
+        raise UnreadableBatch("storage.evaluation_unreadable", "{reason}", reason=reasons[0], may_pass=True)
 
 
 LIMIT_BYTES = 2**30  # upper limit for the rows of one metric, from all ranks together

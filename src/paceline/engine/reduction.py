@@ -22,7 +22,7 @@ from paceline.sync import Replica, SyncRule
 if TYPE_CHECKING:
     from paceline.split.apply import Split
 
-VOTES = ("out_of_time", "interrupted", "checkpoint", "generation", "unreadable")
+VOTES = ("out_of_time", "interrupted", "checkpoint", "generation", "unreadable", "retried")
 LOSS, ITEMS, FIRST_VOTE = 0, 1, 2
 FIRST_BUSY = FIRST_VOTE + len(VOTES)
 

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
+from torch.utils.data import Dataset
+
 from paceline.comm import Group
 from paceline.data.loader import Position
 from paceline.data.parts import PartsFlow
+from paceline.data.samples import Retry, is_in_memory
 from paceline.elastic.membership import StepBoundary
 from paceline.engine.engine import RankEngine, StepResult
-from paceline.engine.evaluation import batches_of
+from paceline.engine.evaluation import UnreadableBatch, batches_of, until_unreadable
 from paceline.engine.reduction import UnreadStep
 from paceline.errors import DataError, NonFiniteError, StorageError, SyncError, report_failure
 from paceline.job.batch import Batch
@@ -33,9 +38,11 @@ from paceline.run.record.recorder import WITNESS, Board, Events, Remarks, StepIn
 from paceline.run.record.run import Run
 from paceline.run.recovery.balance import Balancing
 from paceline.run.recovery.recutting import Recutting
+from paceline.sync.local import LocalRule
 from paceline.wire.status import ends_generation
 
 _POSITIONS = 8  # number of positions of a stream that are kept; ranks of a run differ by one step at most
+_MOST_AHEAD_BYTES = 2**28  # batches that a local rule reads ahead of their steps
 _UNREADABLE = "unreadable"  # reason to end: a rank cannot read its next batch
 
 
@@ -91,6 +98,7 @@ class Loop:
         self._positions: dict[int, dict[str, Any]] = {}
         self._told_reading = -1
         self._unreadable: StorageError | None = None  # why this rank cannot read a batch that is due soon
+        self._seen_until = -1  # with local rules: step of the next communication, up to which batches were read
 
     def run(self, boundary: StepBoundary | None = None, *, recut: bool = False, has_position: bool = False) -> bool:
         """Train until the stop rule or a signal ends the run, then save.
@@ -214,6 +222,28 @@ class Loop:
             self._told_reading = step
             self.events("stream_read", {"step": step, "epoch": self.epochs.completed(step), **flow.costs()})
 
+    def _tell_retries(self) -> None:
+        """Record the batches that were read only in a later attempt.
+
+        Every rank must call this method.
+        """
+        for rank, retries in enumerate(self.group.gather_json(self._retries())):
+            for details in retries:
+                self.events("data_retry", {"rank": rank, **details})
+
+    def _retries(self) -> list[dict[str, Any]]:
+        """Return the retries of this rank that are not recorded yet."""
+        loader, evaluations = self.engine.loader, self.evaluations
+        steps = self.epochs.steps or 0
+        found = [(epoch * steps + step + 1, "training", retry) for epoch, step, retry in loader.retries]
+        found += [(step, "evaluation", retry) for step, retry in evaluations.retries]
+        loader.retries.clear()
+        evaluations.retries.clear()
+        return [
+            {"step": step, "data": data, "seconds": round(retry.seconds, 3), "error": retry.error}
+            for step, data, retry in found
+        ]
+
     def _note_position(self, *, ahead: int = 0) -> None:
         """Keep a stream's position after the newest step, or `ahead` steps later."""
         loader = self.engine.loader
@@ -262,8 +292,11 @@ class Loop:
 
         Every rank must call this method.
         """
+        if self.evaluations.unreadable is not None:  # while the run rewound
+            return True
         if not self._looks_ahead:
             return False
+        self._seen_until = -1
         self._look_ahead(self.engine.step_count)
         if self.engine.updates:
             # so that only ranks that still read are in the phase "data"
@@ -274,17 +307,28 @@ class Loop:
         """Read the batch after `step` before the votes of `step`.
 
         If the batch cannot be read, all ranks can then end after this step. If the host runs ahead of the device, the
-        ranks learn of a vote one step later, so a second batch is read.
+        ranks learn of a vote one step later, so a second batch is read. With local rules, votes arrive only when
+        replicas communicate, so the batches up to the next communication are read.
         """
-        if self._looks_ahead:
-            count = 2 if self.engine.runs_ahead else 1
-            count = count if self.total_steps is None else min(count, self.total_steps - step)
-            self._unreadable = self.engine.loader.look_ahead(count)
+        if not self._looks_ahead:
+            return
+        rule, most_bytes = self.engine.rule, math.inf
+        count = 2 if self.engine.runs_ahead else 1
+        if isinstance(rule, LocalRule):
+            if step < self._seen_until:
+                return
+            count, most_bytes = next(n for n in itertools.count(1) if rule.communicates_in(step + n)), _MOST_AHEAD_BYTES
+            self._seen_until = step + count
+        count = count if self.total_steps is None else min(count, self.total_steps - step)
+        self._unreadable = self.engine.loader.look_ahead(count, most_bytes)
 
     @property
     def _looks_ahead(self) -> bool:
-        # with local rules, votes arrive only when replicas synchronize
-        return self.engine.loader.can_look_ahead and not self.engine.local_steps
+        # with loader processes, reading all batches of a local rule's period at once would make the device wait
+        local, loader = self.engine.local_steps, self.engine.loader
+        return loader.can_look_ahead and not (
+            local and (loader.num_workers or not isinstance(self.engine.rule, LocalRule))
+        )
 
     def _recorded(self, begun: _Begun) -> StepInfo:
         assert begun.position is not None
@@ -330,6 +374,8 @@ class Loop:
         self.events.missing(self.recorder.lines)
         info.ending = self.ending(info.result)
         self.leaving = self.leaving or "generation" in info.result.votes
+        if "retried" in info.result.votes:
+            self._tell_retries()
         return self._act(info)
 
     def _act(self, info: StepInfo) -> str | None:
@@ -479,15 +525,13 @@ class Loop:
         return reason
 
     def _finish(self, reason: str) -> None:
+        interrupted = reason in ("interrupted", "SIGINT", "SIGTERM")
+        if not interrupted and reason != _UNREADABLE:
+            reason = self.evaluations.at_end() or reason
+        self._tell_retries()
         if reason == _UNREADABLE:
             self.checkpoints.finish()
             raise self._store_error()
-        interrupted = reason in ("interrupted", "SIGINT", "SIGTERM")
-        if not interrupted and self.evaluations.at != self.engine.step_count:
-            # Count the evaluation only if it is due: a longer stop rule in a resumed run must not change the results.
-            self.evaluations.measure(counts=self.evaluations.due_at(self.engine.step_count))
-        if not interrupted:
-            self.evaluations.test()
         self._tell_reading()
         elapsed_s = self.stop.elapsed_s
         if not self.epochs.ends_with(self.engine.step_count):
@@ -522,7 +566,8 @@ class Loop:
 
         Every rank must call this method.
         """
-        found = self.group.gather_json(None if self._unreadable is None else str(self._unreadable))
+        own = self._unreadable or self.evaluations.unreadable
+        found = self.group.gather_json(None if own is None else str(own))
         return StorageError(
             "storage.batch_unreadable",
             "{reason}. Training stopped after step {step}, and its state is saved. Continue with --resume.",
@@ -543,7 +588,8 @@ class Loop:
         self.checkpoints.rewind(result)
         self._positions.clear()
         self.evaluations.at = -1
-        self.evaluations.after_resume()  # ignore a reason to end: it is found again after the skipped step
+        # ignore the reason to end: `stop` finds it again after the skipped step, and `steps` that data cannot be read
+        self.evaluations.after_resume()
         return True
 
     # Votes and evaluations
@@ -559,6 +605,8 @@ class Loop:
             self.engine.signals.vote("interrupted")
         if self._unreadable is not None:
             self.engine.signals.vote("unreadable")
+        if self.engine.loader.retries or self.evaluations.retries:
+            self.engine.signals.vote("retried")
         if self.another_is_wanted():
             self.engine.signals.vote("generation")
         if self.group.rank == 0:
@@ -589,6 +637,9 @@ class Evaluations:
         counted: step of the last evaluation that counted for the schedule and the stop rule; -1 before the first.
         told: function that gets each evaluation's step and metrics, and whether the schedule counts the evaluation.
         on_best: function to call after the best evaluation so far.
+        unreadable: why the last evaluation could not read its data from a store; None if it could. Equal on all ranks.
+        retries: for each batch of this rank that was read only in a later attempt: step of the run, and the attempts.
+            The loop clears the list.
     """
 
     def __init__(
@@ -606,6 +657,8 @@ class Evaluations:
         # A copy, so that loader processes that start later do not inherit files opened by an evaluation.
         self._held_out = apart(data.held_out) if engine.loader.num_workers else data.held_out
         self._test = data.test
+        self.unreadable: UnreadableBatch | None = None
+        self.retries: list[tuple[int, Retry]] = []
         self.told: _Told = lambda step, metrics, counts: None
         self.on_best: Callable[[], None] = lambda: None
 
@@ -641,6 +694,8 @@ class Evaluations:
     def measure(self, *, counts: bool = True) -> str | None:
         """Evaluate on the validation set, if any; return a reason to end, or None.
 
+        If a store cannot be reached, the evaluation stays due, so a resumed run repeats the evaluation.
+
         Args:
             counts: whether the evaluation counts for the schedule and the stop rule; it always counts for the best
                 checkpoint.
@@ -649,8 +704,9 @@ class Evaluations:
         if self._held_out is None:
             self.at = step
             return None
-        engine.on_phase("evaluate", step)
-        metrics = engine.evaluate(batches_of(engine.compute, self._held_out, self.job.global_batch), self.metrics)
+        metrics = self._metrics(self._held_out)
+        if metrics is None:
+            return _UNREADABLE
         weights = {} if engine.average is None else {"weights": "ema"}
         self.events("evaluation", {"step": step, "epoch": self.epochs.fraction(step), "metrics": metrics, **weights})
         self.told(step, metrics, counts=counts)
@@ -660,11 +716,38 @@ class Evaluations:
             self.on_best()
         return reason
 
-    def test(self) -> None:
-        """Evaluate on the test set, if any."""
+    def at_end(self) -> str | None:
+        """Evaluate after training; return a reason if data cannot be read."""
+        step = self.engine.step_count
+        if self.at != step:
+            # Count the evaluation only if it is due: a longer stop rule in a resumed run must not change the results.
+            self.measure(counts=self.due_at(step))
+            if self.unreadable is not None:
+                return _UNREADABLE
         if self._test is None:
-            return
+            return None
+        metrics = self._metrics(self._test)
+        if metrics is None:
+            return _UNREADABLE
+        self.events("test", {"step": step, "metrics": metrics})
+        return None
+
+    def _metrics(self, dataset: Dataset[Any]) -> dict[str, float] | None:
+        """Measure a data set; return None on all ranks if a rank cannot read it."""
         engine, step = self.engine, self.engine.step_count
         engine.on_phase("evaluate", step)
-        metrics = engine.evaluate(batches_of(engine.compute, self._test, self.job.global_batch), self.metrics)
-        self.events("test", {"step": step, "metrics": metrics})
+        batches = batches_of(
+            engine.compute,
+            dataset,
+            self.job.global_batch,
+            retry_s=engine.loader.retry_s,
+            on_retry=lambda retry: self.retries.append((step, retry)),
+        )
+        if not is_in_memory(dataset):
+            batches = until_unreadable(engine.compute, batches)
+        self.unreadable = None
+        try:
+            return engine.evaluate(batches, self.metrics)
+        except UnreadableBatch as error:
+            self.unreadable = error
+            return None
