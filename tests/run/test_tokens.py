@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import json
+import os
+import pickle
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from commands import paceline
+from commands import Outcome, in_a_process, losses, paceline
 from paceline.corpus.tokenizer import Tokenizer
 from paceline.run.record.run import Run
 from small_tokenizers import SENTENCES, save_tokenizer
+from storage.servers import S3, serving
 
 TEXTS = [f"{SENTENCES[n % 3] * (1 + n % 3)} {n}" for n in range(40)]
 
@@ -72,3 +77,51 @@ def test_a_tokenizer_with_more_ids_than_the_model_has_embeddings_is_refused_befo
     outcome = paceline("train", write_job(folder, vocab=300), "--plan", "dp=2", "--run", "run", folder=folder)
     outcome.fails_with("data.vocabulary_too_large", ids=320, rows=300)
     assert not (folder / "run" / "steps").exists()
+
+
+def upload(server: S3, folder: Path, **files: bytes) -> None:
+    """Write all files of a folder of tokens to the server, or other contents of some of them."""
+    contents = {file.name: file.read_bytes() for file in folder.iterdir() if not file.name.startswith(".")} | files
+    program = (
+        "import pickle, sys; from paceline.storage.store import Store; "
+        f"store = Store('s3://bucket/{folder.name}'); store.delete(store.list()); "
+        "[store.write(*pair) for pair in pickle.load(sys.stdin.buffer).items()]"
+    )
+    subprocess.run(
+        [sys.executable, "-c", program],
+        input=pickle.dumps(contents),
+        env=os.environ | server.environment,
+        check=True,
+        timeout=120,
+    )
+
+
+def test_folders_at_a_url_train_like_local_folders_and_folders_that_are_not_whole_are_refused(folder: Path) -> None:
+    for name, texts in (("one", TEXTS[:25]), ("two", TEXTS[25:])):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+        arguments = ("data", "tokenize", f"{name}.jsonl", f"tokens_{name}", "--tokenizer", "tokenizer.json")
+        assert paceline(*arguments, folder=folder).code == 0
+    names = ["tokens_one", "tokens_two"]
+    remote = [f"s3://bucket/{name}" for name in names]
+    with serving(folder) as server:
+
+        def train(run: str, path: list[str], **data: Any) -> Outcome:
+            job = write_job(folder, path=path, tokenizer=None, **data)
+            return in_a_process("train", job, "--plan", "dp=2", "--run", run, folder=folder, **server.environment)
+
+        for name in names:
+            upload(server, folder / name)
+        for pack in (False, True):
+            for run, path in ((f"local{pack}", names), (f"remote{pack}", remote)):
+                outcome = train(run, path, pack=pack)
+                assert outcome.code == 0, outcome.err
+            assert losses(folder / f"remote{pack}") == losses(folder / f"local{pack}")
+
+        first, second = (next((folder / name).glob("*.arrow")) for name in names)
+        upload(server, folder / "tokens_one", **{first.name: second.read_bytes()})
+        train("changed", remote).fails_with("data.not_of_folder")
+        upload(server, folder / "tokens_one", **{"lengths.npy": b"no numbers"})
+        train("damaged", remote).fails_with("data.lengths_unreadable")
+        (folder / "tokens_one" / "lengths.npy").unlink()
+        upload(server, folder / "tokens_one")
+        train("absent", remote).fails_with("storage.object_absent")

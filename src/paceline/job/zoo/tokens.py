@@ -201,13 +201,12 @@ class Folders:
         from paceline.storage.store import Store
 
         store = Store(folder)
-        content = store.read(DESCRIPTION, _DESCRIPTION_BYTES)
-        if content is None:
-            raise StorageError(
-                "storage.object_absent", "{url}: no such object", url=f"{folder}/{DESCRIPTION}", absent=True
-            )
+        content, entry = store.read(DESCRIPTION, _DESCRIPTION_BYTES), store.about(LENGTHS)
+        if content is None or entry is None:
+            absent = f"{folder}/{LENGTHS if content else DESCRIPTION}"
+            raise StorageError("storage.object_absent", "{url}: no such object", url=absent, absent=True)
         about = TokensAbout.from_json(content, f"{folder}/{DESCRIPTION}")
-        key = f"lengths of tokens\n{folder}\n{hashlib.sha256(content).hexdigest()}"
+        key = f"lengths of tokens\n{folder}\n{entry.version}"
         return about, self._cache.opened(key, lambda file: _fetch(store, file), load)
 
 
