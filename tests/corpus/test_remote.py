@@ -87,6 +87,16 @@ for row in range(3):
 print(texts(opened("tables")), opened("tables").digest == corpus.digest)
 """
 
+IMAGES = """
+for place in ("dog/a.png", "cat/a.png"):
+    store.write(f"photos/{place}", b"pixels")
+before = opened("photos").shards
+store.write("photos/dog/a.png", b"PIXELS")
+after = opened("photos").shards
+print([(one.size, one.digest == other.digest) for one, other in zip(before, after)])
+print(opened("photos").digest == opened("photos").digest)
+"""
+
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[S3]:
@@ -141,3 +151,7 @@ def test_objects_that_change_after_the_start_are_damaged(server: S3, tmp_path: P
 def test_requests_that_fail_in_passing_are_repeated(server: S3, tmp_path: Path) -> None:
     with fronted(server, failing=0.1, latency_s=0.01) as front:
         assert printed(FOOTERS, tmp_path, reached_over(front, server))[-1] == "0 ['a', 'b', 'c']"
+
+
+def test_a_remote_image_that_is_replaced_by_one_of_equal_size_changes_its_digest(server: S3, tmp_path: Path) -> None:
+    assert printed(IMAGES, tmp_path, server.environment) == ["[(6, True), (6, False)]", "True"]

@@ -222,8 +222,9 @@ class Checkpoints:
         self.memory = LastGood(engine, group, job.checkpoint.memory_every_steps) if rewinds else None
         self.rejected: list[int] = []
         self._fingerprint = engine.loader.fingerprint()
-        # the files of the validation and test sets, which may have paths of their own
-        self._other_files = [number for files in all_files_of(data.held_out, data.test) for number in files.digest]
+        # the files of the validation and test sets, which may have paths of their own; unknown if each host has others
+        others = [] if job.partition.host_files else all_files_of(data.held_out, data.test)
+        self._other_files = [number for files in others for number in files.digest]
         self._rewinds = 0
         if group.rank == 0:
             note_shards(run, data, events)
