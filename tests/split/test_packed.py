@@ -93,6 +93,7 @@ def trained_on_packed(plan: str, name: str) -> dict[str, Any]:
         ("moe", "pp=2 microbatches=2"),
         pytest.param("moe", "fsdp=2", marks=pytest.mark.slow),
         pytest.param("moe", "ep=2", marks=pytest.mark.slow),
+        pytest.param("moe", "pp=2 microbatches=2 remat=block", marks=pytest.mark.slow),
         pytest.param("moe", "cp=2", marks=pytest.mark.slow),
     ],
 )

@@ -5,32 +5,28 @@ from __future__ import annotations
 import itertools
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
-from typing import Any, Protocol
-
-from torch.utils.data import Dataset
+from typing import Any
 
 from paceline.comm import Group
 from paceline.data.loader import Position
 from paceline.data.parts import PartsFlow
-from paceline.data.samples import Retry, is_in_memory
 from paceline.elastic.membership import StepBoundary
 from paceline.engine.engine import RankEngine, StepResult
-from paceline.engine.evaluation import UnreadableBatch, batches_of, until_unreadable
 from paceline.engine.reduction import UnreadStep
 from paceline.errors import DataError, NonFiniteError, StorageError, SyncError, report_failure
 from paceline.job.batch import Batch
 from paceline.job.experts import add_counts
-from paceline.job.job import Job
-from paceline.job.loss import Metric, build_metrics
+from paceline.job.loss import build_metrics
 from paceline.job.partition import Partition
-from paceline.job.samples import DataSets, apart, in_users_data
+from paceline.job.samples import DataSets, in_users_data
 from paceline.job.stop import Epochs, StopRule
 from paceline.job.zoo.mixture import MixedSamples
 from paceline.rank_environment import is_our_rank
 from paceline.run.build import predicted_state_bytes
 from paceline.run.checkpoints import Checkpoints, Stateful
+from paceline.run.evaluations import UNREADABLE, Evaluations
 from paceline.run.learning_rate import LearningRate
 from paceline.run.process import stop_signals
 from paceline.run.record.progress import PlainProgress
@@ -43,7 +39,6 @@ from paceline.wire.status import ends_generation
 
 _POSITIONS = 8  # number of positions of a stream that are kept; ranks of a run differ by one step at most
 _MOST_AHEAD_BYTES = 2**28  # batches that a local rule reads ahead of their steps
-_UNREADABLE = "unreadable"  # reason to end: a rank cannot read its next batch
 
 
 class Loop:
@@ -169,7 +164,7 @@ class Loop:
         self.at_boundary()
         self._note_position()
         if self._cannot_begin():
-            return _UNREADABLE
+            return UNREADABLE
         for batch in self.engine.loader:
             self._note_position(ahead=1)
             reason = None
@@ -395,7 +390,7 @@ class Loop:
         reason = self.stop.after_step(result.step, result.loss) if result.reduced else self.stop.ended(result.step)
         if reason is None and "out_of_time" in result.votes:
             reason = f"seconds: {self.job.stop.seconds:g} s are over"
-        return reason or (_UNREADABLE if "unreadable" in result.votes else None)
+        return reason or (UNREADABLE if "unreadable" in result.votes else None)
 
     def resumed(self, boundary: StepBoundary) -> bool:
         """Load the newest checkpoint; return False if it belongs to another step."""
@@ -526,10 +521,10 @@ class Loop:
 
     def _finish(self, reason: str) -> None:
         interrupted = reason in ("interrupted", "SIGINT", "SIGTERM")
-        if not interrupted and reason != _UNREADABLE:
+        if not interrupted and reason != UNREADABLE:
             reason = self.evaluations.at_end() or reason
         self._tell_retries()
-        if reason == _UNREADABLE:
+        if reason == UNREADABLE:
             self.checkpoints.finish()
             raise self._store_error()
         self._tell_reading()
@@ -623,131 +618,3 @@ class _Begun:
     step: StepResult | UnreadStep
     position: Position | None
     lr: float
-
-
-class _Told(Protocol):
-    def __call__(self, step: int, metrics: dict[str, float], /, *, counts: bool) -> None: ...
-
-
-class Evaluations:
-    """Evaluations on the validation set, at the job's intervals.
-
-    Attributes:
-        at: step of the last evaluation; -1 before the first.
-        counted: step of the last evaluation that counted for the schedule and the stop rule; -1 before the first.
-        told: function that gets each evaluation's step and metrics, and whether the schedule counts the evaluation.
-        on_best: function to call after the best evaluation so far.
-        unreadable: why the last evaluation could not read its data from a store; None if it could. Equal on all ranks.
-        retries: for each batch of this rank that was read only in a later attempt: step of the run, and the attempts.
-            The loop clears the list.
-    """
-
-    def __init__(
-        self,
-        job: Job,
-        engine: RankEngine,
-        data: DataSets,
-        metrics: list[Metric],
-        stop: StopRule,
-        events: Events,
-        epochs: Epochs,
-    ) -> None:
-        self.job, self.engine, self.metrics, self.stop, self.events = job, engine, metrics, stop, events
-        self.epochs, self.at, self.counted = epochs, -1, -1
-        # A copy, so that loader processes that start later do not inherit files opened by an evaluation.
-        self._held_out = apart(data.held_out) if engine.loader.num_workers else data.held_out
-        self._test = data.test
-        self.unreadable: UnreadableBatch | None = None
-        self.retries: list[tuple[int, Retry]] = []
-        self.told: _Told = lambda step, metrics, counts: None
-        self.on_best: Callable[[], None] = lambda: None
-
-    def after_step(self, info: StepInfo) -> str | None:
-        """Evaluate if due; return a reason to end if a metric has reached its target."""
-        counts_steps = self.job.evaluate.every_steps is not None
-        return self.measure() if info.ending is None and counts_steps and self.due_at(info.result.step) else None
-
-    def after_epoch(self) -> str | None:
-        """If the job evaluates by epochs, evaluate if due; return a reason to end."""
-        counts_epochs = self.job.evaluate.every_steps is None
-        return self.measure() if counts_epochs and self.due_at(self.engine.step_count) else None
-
-    def due_at(self, step: int) -> bool:
-        """Return True if the job's `evaluate` asks for an evaluation after this step."""
-        if every := self.job.evaluate.every_steps:
-            return step % every == 0
-        return self.epochs.ends_with(step) and self.epochs.completed(step) % self.job.evaluate.every_epochs == 0
-
-    def after_resume(self) -> str | None:
-        """Evaluate if a due evaluation is missing from the restored state; return a stop reason."""
-        step = self.engine.step_count
-        return self.measure() if self.due_at(step) and self.counted != step > 0 else None
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state, so that a resumed run neither repeats nor skips an evaluation."""
-        return {"counted": self.counted}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from the state in a checkpoint."""
-        self.counted = state.get("counted", -1)
-
-    def measure(self, *, counts: bool = True) -> str | None:
-        """Evaluate on the validation set, if any; return a reason to end, or None.
-
-        If a store cannot be reached, the evaluation stays due, so a resumed run repeats the evaluation.
-
-        Args:
-            counts: whether the evaluation counts for the schedule and the stop rule; it always counts for the best
-                checkpoint.
-        """
-        engine, step = self.engine, self.engine.step_count
-        if self._held_out is None:
-            self.at = step
-            return None
-        metrics = self._metrics(self._held_out)
-        if metrics is None:
-            return _UNREADABLE
-        weights = {} if engine.average is None else {"weights": "ema"}
-        self.events("evaluation", {"step": step, "epoch": self.epochs.fraction(step), "metrics": metrics, **weights})
-        self.told(step, metrics, counts=counts)
-        self.at, self.counted = step, step if counts else self.counted
-        reason = self.stop.after_evaluation(metrics, step, counts=counts)
-        if self.stop.best is not None and self.stop.best.step == step:
-            self.on_best()
-        return reason
-
-    def at_end(self) -> str | None:
-        """Evaluate after training; return a reason if data cannot be read."""
-        step = self.engine.step_count
-        if self.at != step:
-            # Count the evaluation only if it is due: a longer stop rule in a resumed run must not change the results.
-            self.measure(counts=self.due_at(step))
-            if self.unreadable is not None:
-                return _UNREADABLE
-        if self._test is None:
-            return None
-        metrics = self._metrics(self._test)
-        if metrics is None:
-            return _UNREADABLE
-        self.events("test", {"step": step, "metrics": metrics})
-        return None
-
-    def _metrics(self, dataset: Dataset[Any]) -> dict[str, float] | None:
-        """Measure a data set; return None on all ranks if a rank cannot read it."""
-        engine, step = self.engine, self.engine.step_count
-        engine.on_phase("evaluate", step)
-        batches = batches_of(
-            engine.compute,
-            dataset,
-            self.job.global_batch,
-            retry_s=engine.loader.retry_s,
-            on_retry=lambda retry: self.retries.append((step, retry)),
-        )
-        if not is_in_memory(dataset):
-            batches = until_unreadable(engine.compute, batches)
-        self.unreadable = None
-        try:
-            return engine.evaluate(batches, self.metrics)
-        except UnreadableBatch as error:
-            self.unreadable = error
-            return None
