@@ -17,16 +17,17 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import paceline
 from paceline.comm.backend import joined
-from paceline.data import loader_processes
+from paceline.data import sending
 from paceline.data.loader import Loader
-from paceline.data.loader_processes import SmallBatch, as_sent
+from paceline.data.loader_processes import Workers
+from paceline.data.sending import LargeBatch, Sending, SmallBatch
 from paceline.elastic.failure import ErrorRecord
 from paceline.errors import LoaderProcessError
 from paceline.job.partition import Partition, PartitionSpec
@@ -162,9 +163,12 @@ class InLoaderProcess:
     """What `get_worker_info` says there."""
 
 
+ALONE = Sending(Workers())  # without shared memory
+
+
 def sent(batch: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setattr(loader_processes, "get_worker_info", InLoaderProcess)
-    return as_sent(batch)
+    monkeypatch.setattr(sending, "get_worker_info", InLoaderProcess)
+    return ALONE(batch)
 
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool]
@@ -180,7 +184,7 @@ def test_small_batches_arrive_bit_by_bit_in_memory_of_their_own(
     with pytest.MonkeyPatch.context() as patch:
         message = sent(batch, patch)
     assert isinstance(message, SmallBatch)
-    found = message.batch()
+    found = ALONE.received(message)
     if nested:
         assert found["x"][1] == [3, None, "text"]
         found = found["x"][0]
@@ -198,7 +202,7 @@ EDGES = [edge + more for bits in (15, 16, 31, 32, 63) for edge in (-(2**bits), 2
 def test_whole_numbers_of_any_size_arrive_unchanged(values: list[int]) -> None:
     batch = torch.tensor(values, dtype=torch.int64)
     with pytest.MonkeyPatch.context() as patch:
-        found = sent(batch, patch).batch()
+        found = ALONE.received(sent(batch, patch))
     assert (found.dtype, found.tolist()) == (torch.int64, values)
 
 
@@ -239,28 +243,93 @@ def test_what_is_not_small_and_plain_is_left_to_torch(batch: Any, monkeypatch: p
 
 
 def test_where_no_loader_process_reads_a_batch_stays_as_it_is() -> None:
-    assert as_sent(WHOLE) is WHOLE
+    assert ALONE(WHOLE) is WHOLE
 
 
 @pytest.mark.filterwarnings("ignore:'pin_memory' argument")
 @pytest.mark.parametrize("pinned", [False, True])
 def test_small_and_large_batches_come_from_loader_processes(pinned: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Pinned ones are sent by torch, whose thread pins tensors; here there is nothing to pin them for."""
-    small_ones: list[Any] = []
-    unpickled = SmallBatch.batch
-
-    def noted(message: SmallBatch) -> Any:
-        small_ones.append(unpickled(message))
-        return small_ones[-1]
-
-    monkeypatch.setattr(SmallBatch, "batch", noted)
-    rows = torch.arange(64 * 8000.0).view(64, 8000)
-    for width, small in ((4, True), (8000, False)):
-        partition = Partition(PartitionSpec(shuffle=False), samples=64, global_batch=32, seed=0, replica=0, replicas=1)
-        made = Loader(TensorDataset(rows[:, :width]), partition, num_workers=1)
+    kinds = received_kinds(monkeypatch)
+    for width, kind in ((4, SmallBatch), (8000, LargeBatch)):
+        made = loader_of(numbers(width))
         made.pin_memory = pinned
         made.close()
-        assert torch.equal(torch.cat([batch[0] for batch in made]), rows[:, :width])
+        assert torch.equal(torch.cat([batch[0] for batch in made]), numbers(width))
         made.close()
-        assert bool(small_ones) is (small and not pinned)
-        small_ones.clear()
+        assert kinds == ({list} if pinned else {kind})
+        kinds.clear()
+
+
+def numbers(width: int, samples: int = 64) -> Tensor:
+    return torch.arange(samples * float(width)).view(samples, width)
+
+
+def loader_of(rows: Tensor, **options: Any) -> Loader:
+    spec = PartitionSpec(shuffle=False)
+    partition = Partition(spec, samples=len(rows), global_batch=32, seed=0, replica=0, replicas=1)
+    return Loader(TensorDataset(rows), partition, workers=Workers(1, **options))
+
+
+def received_kinds(monkeypatch: pytest.MonkeyPatch) -> set[type]:
+    kinds: set[type] = set()
+    received = Sending.received
+
+    def noted(sending: Sending, message: Any) -> Any:
+        kinds.add(type(message))
+        return received(sending, message)
+
+    monkeypatch.setattr(Sending, "received", noted)
+    return kinds
+
+
+@given(st.lists(st.sampled_from(["drop", "keep", "keep a part"]), min_size=1, max_size=8))
+@settings(max_examples=6, deadline=None)
+def test_large_batches_that_are_kept_keep_their_values(fates: list[str]) -> None:
+    rows = numbers(8000, 640)
+    loader, kept = loader_of(rows), []
+    for epoch in range(2):
+        for step, (batch,) in enumerate(loader):
+            first = 32 * step
+            assert torch.equal(batch, rows[first : first + 32])
+            fate = fates[(epoch + step) % len(fates)]
+            if fate != "drop":
+                kept.append((batch if fate == "keep" else batch[3:5], first if fate == "keep" else first + 3))
+    loader.close()
+    assert all(torch.equal(batch, rows[first : first + len(batch)]) for batch, first in kept)
+
+
+def test_the_memory_of_dropped_batches_is_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    kinds = received_kinds(monkeypatch)
+    loader = loader_of(numbers(8000, 640))
+    places = {batch.data_ptr() for _ in range(3) for (batch,) in loader}
+    loader.close()
+    assert kinds == {LargeBatch}
+    assert len(places) <= 6
+
+
+def test_a_forked_process_keeps_the_batch_that_its_parent_drops() -> None:
+    rows = numbers(8000, 640)
+    loader = loader_of(rows)
+    for epoch in range(2):
+        batches = iter(loader)
+        batch = next(batches)[0]
+        read, write = os.pipe()
+        if not (child := os.fork()):
+            os.read(read, 1)
+            os._exit(0 if torch.equal(batch, rows[:32]) else 1)
+        del batch
+        assert torch.equal(torch.cat([part[0] for part in batches]), rows[32:]), epoch
+        os.write(write, b"x")
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        os.close(read)
+        os.close(write)
+    loader.close()
+
+
+def test_loader_processes_that_are_spawned_send_large_batches_as_torch_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    kinds = received_kinds(monkeypatch)
+    loader = loader_of(numbers(8000), context="spawn")
+    assert torch.equal(torch.cat([batch[0] for batch in loader]), numbers(8000))
+    loader.close()
+    assert kinds == {list}

@@ -22,8 +22,9 @@ from torch.utils.data import Dataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from paceline.corpus.host_files import FetchAhead
-from paceline.data.loader_processes import Begin, SmallBatch, Workers, as_sent, failed, make_room_for_sockets
+from paceline.data.loader_processes import Begin, Workers, failed, make_room_for_sockets
 from paceline.data.samples import Collate, CountedBatch, LoaderFailure, RequestedSamples, Retry, SampleRequest
+from paceline.data.sending import Sending
 from paceline.data.stream import SamplerStream
 from paceline.data.whole import BatchShard, Flow
 from paceline.errors import DataError, LoaderProcessError, PlanError, StorageError
@@ -183,7 +184,7 @@ class Loader:
             self._next, self._turn = (epoch + 1, 0), 0
             self._fetch_ahead(epoch + 1, 0)
             self._resume_from, self._batches = self._reader_state(), None
-            if not self.workers.persistent:
+            if not self.workers.persistent or self._sending.has_lost_memory:
                 self.close()
         finally:
             if self._batches is batches and self._end_processes.still_active():  # inactive only while Python exits
@@ -451,13 +452,14 @@ class Loader:
         self._requests: deque[SampleRequest] = deque()  # requested, but not yet yielded
         self._steps = _RequestSampler(self.partition, start, self._requests)
         workers = self.workers
+        self._sending = Sending(workers)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "'set_vital' is deprecated")  # torchdata 0.11 calls `set_vital`
             self._loader: StatefulDataLoader[Any] = StatefulDataLoader(
                 self._samples,
                 batch_sampler=self._steps,
-                # `RequestedSamples` has already collated; torch can only pin batches that are not pickled by `as_sent`
-                collate_fn=as_sent if workers.count and not self.pin_memory else _unchanged,
+                # `RequestedSamples` has already collated; torch can only pin batches that `Sending` has not packed
+                collate_fn=self._sending if workers.count and not self.pin_memory else _unchanged,
                 num_workers=workers.count,
                 prefetch_factor=workers.prefetch_factor,
                 persistent_workers=workers.count > 0,
@@ -565,7 +567,7 @@ class Loader:
             raise self._failed_processes(error) from error
         finally:
             _remove_worker_pids(id(batches))
-        return batch.batch() if isinstance(batch, SmallBatch) else batch
+        return self._sending.received(batch)
 
     def _receive(self, batch: Any, epoch: int, step: int) -> tuple[Any] | None:
         if isinstance(batch, Exception):

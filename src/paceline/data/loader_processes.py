@@ -1,26 +1,18 @@
-"""DataLoader worker processes of a rank: their start, messages and errors."""
+"""DataLoader worker processes of a rank: their start and errors."""
 
 from __future__ import annotations
 
-import io
 import multiprocessing.util
-import pickle
 import signal
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
-import numpy as np
-import torch
-from torch import Tensor
 from torch.utils.data import get_worker_info
 
 from paceline.errors import LoaderProcessError
 from paceline.files import sockets_fit, temporary_folder
-
-_SMALL_BYTES = 1 << 19  # largest batch, in bytes, that is sent through a pipe
 
 
 @dataclass(frozen=True)
@@ -85,87 +77,6 @@ def make_room_for_sockets() -> None:
             "path.",
             folder=folder,
         )
-
-
-@dataclass(frozen=True)
-class SmallBatch:
-    """A batch that a loader process sends by value, through a pipe.
-
-    For small batches, a copy costs less than shared memory, which torch creates and maps for each tensor.
-    """
-
-    pickled: bytes
-
-    def batch(self) -> Any:
-        """Unpickle the batch; each tensor gets its own memory."""
-        return pickle.loads(self.pickled)
-
-
-def as_sent(batch: Any) -> Any:
-    """In a loader process, pack a small batch by value; otherwise return it unchanged."""
-    if get_worker_info() is None:
-        return batch
-    written = io.BytesIO()
-    try:
-        _ByValue(written, pickle.HIGHEST_PROTOCOL).dump(batch)
-    except Exception:  # noqa: BLE001 - then torch sends it, or tells why it cannot be sent
-        return batch
-    return SmallBatch(written.getvalue())
-
-
-class _ByValue(ForkingPickler):
-    """Pickler of small batches; raises PicklingError for tensors that torch must send through shared memory."""
-
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
-        self._left = _SMALL_BYTES
-        self._sent: set[int] = set()  # addresses of tensors already pickled
-
-    def reducer_override(self, value: Any) -> Any:
-        if isinstance(value, np.ndarray) and value.nbytes > self._left:
-            raise pickle.PicklingError("a large array")
-        if not isinstance(value, Tensor):
-            return NotImplemented
-        if not _is_plain(value) or value.data_ptr() in self._sent:
-            raise pickle.PicklingError("a tensor of another kind, or a second view of the same memory")
-        sent = _narrowed(value) if value.nbytes <= 4 * self._left else value
-        if sent.nbytes > self._left:
-            raise pickle.PicklingError("a large tensor")
-        self._left -= sent.nbytes
-        if value.nbytes:
-            self._sent.add(value.data_ptr())
-        content = bytearray(sent.reshape(-1).view(torch.uint8).numpy())
-        return _tensor, (content, sent.dtype, value.dtype, value.shape)
-
-
-def _is_plain(value: Tensor) -> bool:
-    """Return True for a contiguous CPU tensor that uses its whole storage."""
-    if type(value) is not Tensor or value.layout is not torch.strided or not value.is_cpu or value.requires_grad:
-        return False
-    if value.is_conj() or value.is_neg():
-        return False
-    return value.is_contiguous() and value.untyped_storage().nbytes() == value.nbytes
-
-
-def _narrowed(value: Tensor) -> Tensor:
-    """Convert whole numbers, such as tokens, to the smallest type that holds them.
-
-    The types are int16, int32 and int64.
-    """
-    if value.dtype != torch.int64 or not value.numel():
-        return value
-    least, most = (int(bound) for bound in value.aminmax())
-    for dtype in (torch.int16, torch.int32):
-        limits = torch.iinfo(dtype)
-        if limits.min <= least and most <= limits.max:
-            return value.to(dtype)
-    return value
-
-
-def _tensor(content: bytearray, sent: torch.dtype, dtype: torch.dtype, shape: torch.Size) -> Tensor:
-    if not content:
-        return torch.empty(shape, dtype=dtype)
-    return torch.frombuffer(content, dtype=sent).to(dtype, copy=True).view(shape)
 
 
 def failed(
