@@ -108,7 +108,7 @@ def tokenize(
     model = Tokenizer.load(tokenizer)
     with console.status("reading the index of the source"):
         cache = HostFiles(user_cache("shards"), _CACHE_BYTES)
-        corpus = Corpus.open([source], format=format and format.value, cache=cache)
+        corpus = Corpus.open([source], format=format and format.value, cache=cache, columns=[column])
     started = time.monotonic()
     with Bar(console, len(corpus)) as bar:
         about = convert(corpus, column, model, Path(out), workers=workers, progress=bar.update)
