@@ -17,11 +17,12 @@ import numpy as np
 import psutil
 import pytest
 
-from paceline.corpus import tokens
+from paceline.corpus import conversion
+from paceline.corpus.conversion import tokenize
 from paceline.corpus.host_files import HostFiles
 from paceline.corpus.shards import Corpus
 from paceline.corpus.tokenizer import Tokenizer
-from paceline.corpus.tokens import document_lengths, read_about, tokenize
+from paceline.corpus.tokens import document_lengths, read_about
 from paceline.errors import DataError
 from refusals import raises
 from small_tokenizers import SENTENCES, save_tokenizer
@@ -70,7 +71,7 @@ def test_the_folder_has_the_documents_of_the_source_in_order(tmp_path: Path, tok
 def test_large_files_are_divided_among_processes(
     tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tokens, "_PART_BYTES", (500, 500))
+    monkeypatch.setattr(conversion, "_PART_BYTES", (500, 500))
     source = write_source(tmp_path / "source", TEXTS)
     about = tokenize(open_corpus(source, tmp_path / "cache"), "text", tokenizer, tmp_path / "out", workers=2)
     assert len(about.parts) > 5
@@ -95,14 +96,14 @@ def test_a_second_call_converts_only_what_is_new(tmp_path: Path, tokenizer: Toke
 _KILLED = """
 import sys
 from pathlib import Path
-from paceline.corpus import tokens
+from paceline.corpus import conversion
 from paceline.corpus.host_files import HostFiles
 from paceline.corpus.shards import Corpus
 from paceline.corpus.tokenizer import Tokenizer
 source, tokenizer, out, cache = map(Path, sys.argv[1:])
-tokens._PART_BYTES = (10_000, 10_000)
+conversion._PART_BYTES = (10_000, 10_000)
 corpus = Corpus.open([str(source)], cache=HostFiles(cache, 1 << 30))
-tokens.tokenize(corpus, "text", Tokenizer.load(tokenizer), out, workers=2)
+conversion.tokenize(corpus, "text", Tokenizer.load(tokenizer), out, workers=2)
 """
 
 
@@ -142,7 +143,7 @@ def test_a_killed_conversion_continues_and_leaves_no_process(tmp_path: Path, tok
 def test_a_killed_worker_is_an_error_and_finished_parts_are_kept(
     tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tokens, "_PART_BYTES", (500, 500))
+    monkeypatch.setattr(conversion, "_PART_BYTES", (500, 500))
     source, out = write_source(tmp_path / "source", [*TEXTS, "die here"]), tmp_path / "out"
     parent, encode = os.getpid(), Tokenizer.encode
 
@@ -156,7 +157,7 @@ def test_a_killed_worker_is_an_error_and_finished_parts_are_kept(
         tokenize(open_corpus(source, tmp_path / "cache"), "text", tokenizer, out, workers=1)
     kept = {file.name: file.stat().st_mtime_ns for file in out.glob("*.arrow")}
     monkeypatch.undo()
-    monkeypatch.setattr(tokens, "_PART_BYTES", (500, 500))
+    monkeypatch.setattr(conversion, "_PART_BYTES", (500, 500))
     about = tokenize(open_corpus(source, tmp_path / "cache"), "text", tokenizer, out, workers=1)
     assert len(kept) > 2
     assert kept.items() <= {file.name: file.stat().st_mtime_ns for file in out.glob("*.arrow")}.items()

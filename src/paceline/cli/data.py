@@ -89,10 +89,10 @@ def tokenize(
     the same command again: only missing parts are converted.
     """
     from paceline.console import Console
+    from paceline.corpus.conversion import tokenize as convert
     from paceline.corpus.host_files import HostFiles, user_cache
     from paceline.corpus.shards import Corpus
     from paceline.corpus.tokenizer import Tokenizer
-    from paceline.corpus.tokens import tokenize as convert
     from paceline.errors import DataError
     from paceline.storage.url import is_url
     from paceline.units import clock, count, large

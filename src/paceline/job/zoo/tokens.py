@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from paceline.corpus.conversion import text_of, tokenize
 from paceline.corpus.host_files import shared_folder, user_cache
 from paceline.corpus.packing import Packing
 from paceline.corpus.rows import Damaged
@@ -26,8 +27,6 @@ from paceline.corpus.tokens import (
     TokensAbout,
     is_folder_of_tokens,
     read_about,
-    text_of,
-    tokenize,
 )
 from paceline.errors import DataError, StorageError
 from paceline.job.samples import Columns, DataSets
