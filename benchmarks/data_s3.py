@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import boto3
 
@@ -37,34 +37,53 @@ _COUNTS = "/__counts__"
 
 
 def waiting_measured(folder: Path, quick: bool) -> dict[str, float]:
-    """Return the share of its time that a training loop waits for data from a slow and failing store.
+    """Return the share of its time that a training loop waits because its data is in a slow and failing store.
 
-    The loop takes STEP_S for a step. Its first batch is not counted, but printed.
+    A step takes STEP_S. The time of the same loop on local files is not counted as waiting. The first batch
+    is not counted, but printed.
     """
-    steps, batch = QUICK_STEPS if quick else STEPS, 64
+    steps = QUICK_STEPS if quick else STEPS
     source = corpora.tokens(folder, 81_920, shards=512)
+    with own_cache():
+        local = looped(str(source), steps)
     with store(source, latency_s=LATENCY_S, failing=FAILING) as url, own_cache():
-        task = Task("tokens", url, "", batch, 1, seed=SEED, window=WINDOW)
-        begin = time.perf_counter()
-        loader = loader_of(task, data_of(task))
-        opened_s = time.perf_counter() - begin
-        with closing(loader):
-            batches = iter(loader)
+        remote = looped(url, steps)
+        sent = counts()
+    share = max(0.0, remote.waited_s - local.waited_s) / (remote.waited_s + steps * STEP_S)
+    for name, loop in (("local files", local), ("S3", remote)):
+        print(
+            f"{name}: opened in {loop.opened_s:.1f} s, first batch after {loop.first_s:.1f} s, "
+            f"then {1e3 * loop.waited_s / steps:.2f} ms per batch in {steps} steps of {1e3 * STEP_S:.0f} ms"
+        )
+    print(f"S3: {sent['failed']} of {sent['requests']} requests failed; {percent(share)} of the time was waiting")
+    received = local.waited_s / (local.waited_s + steps * STEP_S)
+    return {"waiting_share": share, "receiving_share": received, "opened_s": remote.opened_s}
+
+
+class Loop(NamedTuple):
+    """Seconds to open the data, to the first batch, and in the loader during the following steps."""
+
+    opened_s: float
+    first_s: float
+    waited_s: float
+
+
+def looped(source: str, steps: int) -> Loop:
+    """Run a training loop without a model."""
+    task = Task("tokens", source, "", 64, 1, seed=SEED, window=WINDOW)
+    begin = time.perf_counter()
+    loader = loader_of(task, data_of(task))
+    opened = time.perf_counter()
+    with closing(loader):
+        batches = iter(loader)
+        next(batches)
+        first, waited_s = time.perf_counter(), 0.0
+        for _ in range(steps):
+            time.sleep(STEP_S)
+            asked = time.perf_counter()
             next(batches)
-            first_s = time.perf_counter() - begin - opened_s
-            begin, waited_s = time.perf_counter(), 0.0
-            for _ in range(steps):
-                time.sleep(STEP_S)
-                asked = time.perf_counter()
-                next(batches)
-                waited_s += time.perf_counter() - asked
-            share = waited_s / (time.perf_counter() - begin)
-        sent = counts(url)
-    print(
-        f"S3, {sent['failed']} of {sent['requests']} requests failed: opened in {opened_s:.1f} s, "
-        f"first batch after {first_s:.1f} s, then {percent(share)} of the time of {steps} steps waiting"
-    )
-    return {"waiting_share": share}
+            waited_s += time.perf_counter() - asked
+    return Loop(opened - begin, first - opened, waited_s)
 
 
 def bytes_measured(folder: Path, quick: bool) -> dict[str, float]:
@@ -93,15 +112,15 @@ def bytes_measured(folder: Path, quick: bool) -> dict[str, float]:
 def fetched(task: Task, rank: int, ranks: int, size: int) -> tuple[int, float]:
     """Read a rank's epoch; return the bytes fetched to open the corpus, and those of the epoch / the rank's share."""
     with own_cache():
-        before = counts(task.source)["bytes"]
+        before = counts()["bytes"]
         data = data_of(task)
-        opened = counts(task.source)["bytes"]
+        opened = counts()["bytes"]
         samples = 0
         with closing(loader_of(task, data, rank, ranks)) as loader:
             for batch in loader:
                 samples += 0 if batch is None else len(batch[0])
         share = size * samples / len(data.train)  # type: ignore[arg-type]
-        return opened - before, (counts(task.source)["bytes"] - opened) / share
+        return opened - before, (counts()["bytes"] - opened) / share
 
 
 @contextmanager
@@ -151,7 +170,7 @@ def upload(source: Path, port: int) -> None:
             client.upload_file(str(path), BUCKET, f"{source.name}/{path.name}")
 
 
-def counts(_: str = "") -> dict[str, int]:
+def counts() -> dict[str, int]:
     """Return what the proxy has counted."""
     with urllib.request.urlopen(os.environ["AWS_ENDPOINT_URL"] + _COUNTS) as answer:
         found: dict[str, int] = json.load(answer)

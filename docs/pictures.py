@@ -178,6 +178,16 @@ def plan() -> Path:
         return _photograph(page, IMAGES / "plan.png", width=1120, height=1055)
 
 
+def contact_sheet() -> Path:
+    """The contact sheet of a job's images."""
+    with tempfile.TemporaryDirectory() as folder:
+        page = Path(folder) / "page.html"
+        options = ["--samples", "12", "--page", str(page)]
+        job = DOCS.parent / "examples" / "digits.yaml"
+        subprocess.run([PACELINE, "data", "show", str(job), *options], check=True, stdout=subprocess.DEVNULL)
+        return _photograph(page, IMAGES / "contact_sheet.png", width=900, height=620)
+
+
 def _photograph(page: Path, file: Path, *, width: int, height: int) -> Path:
     """Photograph the top of a page, with few colours."""
     chromium = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -284,6 +294,7 @@ def _last_steps(events: list[dict[str, Any]]) -> Any:
 PICTURES: dict[str, Callable[[], Path]] = {
     "report": report,
     "plan": plan,
+    "contact_sheet": contact_sheet,
     "published": published,
     "slow_network": slow_network,
     "shares": shares,

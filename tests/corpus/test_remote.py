@@ -98,6 +98,13 @@ print(opened("photos").digest == opened("photos").digest)
 """
 
 
+LARGE = """
+for folder, files in (("one", 1), ("four", 4)):
+    for n in range(files):
+        store.write(f"{folder}/{n}.parquet", parquet(*(os.urandom(300).hex() for _ in range(2000))))
+"""
+
+
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[S3]:
     with serving(tmp_path) as server:
@@ -137,6 +144,17 @@ def test_parquet_is_counted_without_a_download_and_read_in_a_forked_process(serv
         "[False, True]",
         "0 ['a', 'b', 'c']",
     ]
+
+
+def test_two_requests_index_a_large_parquet_file(server: S3, tmp_path: Path) -> None:
+    printed(LARGE, tmp_path, server.environment)
+    requests = {}
+    for folder, rows in (("one", 2000), ("four", 8000)):
+        with fronted(server, failing=0.0, latency_s=0.0) as front:
+            program = f"print(len(opened('{folder}')))"
+            assert printed(program, tmp_path, reached_over(front, server)) == [str(rows)]
+            requests[folder] = front.requests
+    assert requests["four"] - requests["one"] == 2 * 3
 
 
 def test_objects_that_change_after_the_start_are_damaged(server: S3, tmp_path: Path) -> None:

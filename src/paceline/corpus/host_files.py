@@ -275,7 +275,7 @@ class FetchAhead:
         errors: the most recent error by shard, of shards whose last attempt failed.
     """
 
-    def __init__(self, fetch: Callable[[int], None], threads: int = 8) -> None:
+    def __init__(self, fetch: Callable[[int], None], threads: int = 16) -> None:
         self._fetch, self._most = fetch, threads
         self._begin()
 

@@ -103,15 +103,13 @@ class ShardFiles:
         listing = self.listing
         count, rows = listing.format.count, int(listing.rows[shard])
         offsets: Any = []
-        with self._naming(shard):
+        with self._naming(shard), self._opened_source(shard) as file:
             if rows < 0 and count is not None and not is_compressed(listing.names[shard]):
-                with self._opened_source(shard) as file:
-                    rows = count(file)
+                rows = count(file)
             elif rows < 0:
                 found = self._read(shard, listing.format.index)
                 rows, offsets = (found, []) if isinstance(found, int) else (len(found) - 1, found)
-            with self._opened_source(shard) as file:
-                digest = np.frombuffer(digest_of(file, int(listing.sizes[shard])), np.uint64)
+            digest = np.frombuffer(digest_of(file, int(listing.sizes[shard])), np.uint64)
         np.concatenate([np.array([rows], np.uint64), digest, np.asarray(offsets, np.uint64)]).tofile(into)
 
     def _read(self, shard: int, read: Callable[[Path], _Opened]) -> _Opened:
@@ -195,11 +193,17 @@ class ShardFiles:
 
 
 class _Parts(io.RawIOBase):
-    """A seekable remote file that reads byte ranges on demand."""
+    """A seekable remote file that reads byte ranges on demand.
+
+    The first and the last 64 KiB are each read at once and kept, because an index needs little else.
+    """
 
     def __init__(self, read: Callable[[int, int], bytes], size: int, name: str) -> None:
         super().__init__()
         self._read, self._size, self._position, self.name = read, size, 0, name
+        is_small = size <= 2 * _EDGE_BYTES
+        self._ends = [(0, size)] if is_small else [(0, _EDGE_BYTES), (size - _EDGE_BYTES, size)]
+        self._kept: dict[tuple[int, int], bytes] = {}
 
     def readable(self) -> bool:
         """Return True."""
@@ -217,10 +221,15 @@ class _Parts(io.RawIOBase):
     def readinto(self, buffer: Any) -> int:
         """Read the next bytes into a buffer; return their number."""
         view = memoryview(buffer).cast("B")
-        end = min(self._position + len(view), self._size)
-        if end <= self._position:
+        start, end = self._position, min(self._position + len(view), self._size)
+        if end <= start:
             return 0
-        found = self._read(self._position, end)
+        bounds = next(((first, last) for first, last in self._ends if first <= start < last), None)
+        if bounds is None:
+            found = self._read(start, min(end, self._ends[-1][0]))
+        else:
+            kept = self._kept.get(bounds) or self._kept.setdefault(bounds, self._read(*bounds))
+            found = kept[start - bounds[0] : end - bounds[0]]
         view[: len(found)] = found
         self._position += len(found)
         return len(found)
@@ -229,6 +238,7 @@ class _Parts(io.RawIOBase):
 def digest_of(file: IO[bytes], size: int, edge: int = _EDGE_BYTES) -> bytes:
     """Return the SHA-256 over a file's size and its first and last `edge` bytes."""
     digest = hashlib.sha256(f"{size} ".encode())
+    file.seek(0)
     digest.update(file.read(edge))
     file.seek(max(edge, size - edge))
     digest.update(file.read(edge))

@@ -23,7 +23,7 @@ from paceline.errors import DataError, StorageError
 from paceline.storage.url import is_url
 
 _OPEN_SHARDS = 128  # files that a process keeps open, each with at most two descriptors
-_REMOTE_THREADS = 16
+_REMOTE_THREADS = 64  # requests wait for the store, not for a core
 _MOST_IMAGES = 100_000  # local images that are read for a digest
 _IMAGE_EDGE_BYTES = 4 << 10  # bytes at each end of an image that its digest covers
 _LEFT_OUT = -1  # number of rows of a file that could not be indexed
@@ -96,7 +96,7 @@ class Corpus:
             format: name of the format; None to derive it from the suffixes of the files.
             cache: folder of indexes, downloads and converted files, which the processes of this host share.
             on_bad_shard: "skip" to leave out files that cannot be indexed; "stop" to raise an error.
-            workers: number of threads that index files; by default the number of cores, but at least 16 for remote
+            workers: number of threads that index files; by default the number of cores, but at least 64 for remote
                 files.
             classes: classes of images whose positions become the labels; by default the classes that are found.
             columns: columns that converted files need, if all of them exist; by default all columns.
