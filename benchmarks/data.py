@@ -20,7 +20,8 @@ Parts and figures:
 - `packed`: `packed_loss_difference` and `packed_gradient_difference` in float64 between documents packed and alone, and
   `packed_useful_to_padded`, labels per position of a batch, packed / padded.
 - `waiting`: `waiting_share` of a training loop over S3 with 5 % of requests failing and 200 ms latency, beyond the
-  `receiving_share` of the same loop on local files.
+  waiting of the same loop on local files, whose share is `receiving_share`; `opened_s`, seconds to open the files in
+  the store.
 - `size`: what a corpus of 10 TB costs, computed from measurements: memory, bytes of index and seconds to start.
 """
 

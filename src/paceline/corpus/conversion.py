@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from paceline.corpus.rows import Damaged
-from paceline.corpus.shards import Corpus, Where
+from paceline.corpus.shards import Corpus, Where, value_of
 from paceline.corpus.tokenizer import Tokenizer, Tokens
 from paceline.corpus.tokens import (
     DESCRIPTION,
@@ -36,7 +36,6 @@ from paceline.corpus.tokens import (
 )
 from paceline.errors import DataError
 from paceline.files import write_whole
-from paceline.text import nearest
 
 _PART_BYTES = (4 << 20, 64 << 20)  # smallest and largest part of a source file, before a split by rows
 _PARTS = 16  # number of parts per source file within these limits, so that all processes have work
@@ -263,15 +262,7 @@ def text_of(row: Mapping[str, Any], column: str, where: Where) -> str:
     Raises:
         DataError: the row has no such column, or the column holds no text.
     """
-    if column not in row:
-        raise DataError(
-            "data.row_without_column",
-            "{where}: this row has no column {name}. {hint}",
-            where=where,
-            name=column,
-            hint=nearest(column, sorted(row)),
-        )
-    text = row[column]
+    text = value_of(row, column, where)
     if text is not None and not isinstance(text, str):
         raise DataError(
             "data.column_without_text",

@@ -238,7 +238,7 @@ def _shared_lock(file: Path) -> int:
 
 
 def _delete_unused(home: Path, most: int) -> None:
-    """Delete the least recently used folders that no process uses. Keep at most `most` bytes."""
+    """Delete unused folders, the least recently used first, until `most` bytes remain."""
     doomed = home / "deleted"  # a killed process may leave it
     shutil.rmtree(doomed, ignore_errors=True)
     found = sorted((_changed_at(_lock_of(folder)), folder) for folder in home.iterdir() if folder.is_dir())

@@ -6,7 +6,7 @@ import hashlib
 import os
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,6 +21,7 @@ from paceline.corpus.shard_files import ShardFiles, digest_of
 from paceline.corpus.sources import Listing, Texts, list_files
 from paceline.errors import DataError, StorageError
 from paceline.storage.url import is_url
+from paceline.text import nearest
 
 _OPEN_SHARDS = 128  # files that a process keeps open, each with at most two descriptors
 _REMOTE_THREADS = 64  # requests wait for the store, not for a core
@@ -70,8 +71,8 @@ class Corpus:
         starts: number of the first row of each file, and the number of all rows; int64, shape (shards + 1,).
         classes: names of the classes of an image folder; empty for other formats.
         digest: SHA-256 in hex over the number of rows and the digest of each file, in order, and over the classes of
-            images. More than 100,000 local images are compared by sizes and classes only, because reading all images
-            would take minutes. Modification times do not count, because they differ between copies.
+            images. If an image cannot be read, or more than 100,000 images are local, only sizes and classes of images
+            count. Modification times do not count, because they differ between copies.
     """
 
     # No `__dict__`, because loader processes copy the attributes of data sets, but must not copy descriptors.
@@ -236,6 +237,23 @@ class Where:
         name = self.corpus.shards[shard].name
         first, end = self.corpus.starts[shard : shard + 2].tolist()
         return name if end - first == 1 else f"{name}, row {self.row - first}"
+
+
+def value_of(row: Mapping[str, Any], column: str, where: Where) -> Any:
+    """Return the value of a column.
+
+    Raises:
+        DataError: the row has no such column; the error names `where`.
+    """
+    if column not in row:
+        raise DataError(
+            "data.row_without_column",
+            "{where}: this row has no column {name}. {hint}",
+            where=where,
+            name=column,
+            hint=nearest(column, sorted(row)),
+        )
+    return row[column]
 
 
 class _Shards(Sequence[Shard]):

@@ -414,7 +414,7 @@ class PartsFlow(Flow):
         return 0.0 if self.stream.keeps_state else max(self.deal.counts) * self.read_s / max(1, self.read)
 
     def warnings(self) -> list[str]:
-        """Return sentences about costs that a change of the data set would avoid."""
+        """Return sentences about costs that another data set or setting would avoid."""
         found = []
         if self.stream.one_part is not None and self.replicas > 1:
             why, advice = _ONE_PART[self.stream.one_part]

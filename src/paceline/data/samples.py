@@ -295,7 +295,7 @@ class RequestedSamples(Dataset[Any]):
 
 
 class Retry(NamedTuple):
-    """The attempts to read a batch from a store before the attempt that succeeded.
+    """The failed attempts to read a batch that was read at last.
 
     Attributes:
         seconds: time from the first attempt until the batch was read.

@@ -26,7 +26,7 @@ from torch.utils.data import get_worker_info
 
 from paceline.data.loader_processes import Workers
 
-_SMALL_BYTES = 1 << 19  # largest batch, in bytes, that is sent through a pipe
+_SMALL_BYTES = 1 << 19  # most bytes of tensors that are sent through a pipe, after whole numbers are narrowed
 _LARGE_BYTES = 1 << 27  # largest batch that is sent in reused memory
 _HELD = 3  # batches that the rank may hold while loader processes write further ones
 _ALIGNED = 64
@@ -69,7 +69,7 @@ class Sending:
             return batch
         try:
             message = LargeBatch(info.id, slot, _packed(batch, lambda file: _ToMemory(file, memory.slots[slot])))
-        except Exception:  # noqa: BLE001 - then torch sends it, or tells why it cannot be sent
+        except Exception:  # noqa: BLE001 - torch sends the batch then, or raises the error
             return batch
         memory.taken(slot)
         return message
@@ -116,7 +116,7 @@ class _Memory:
         self._free = list(range(slots))
         self._returned, self._return = os.pipe()
         os.set_blocking(self._returned, False)
-        # a batch may outlive the loader, so the pipe is closed with the last of them
+        # batches may outlive the loader, and the pipe closes when the last batch is gone
         weakref.finalize(self, _close, self._returned, self._return).atexit = False
 
     def free_slot(self) -> int | None:

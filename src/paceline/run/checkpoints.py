@@ -299,8 +299,8 @@ class Checkpoints:
             return
         raise DataError(
             "data.changed",
-            "the data set of {run} has changed: {change}. A resumed run would have different validation samples "
-            "or a different sample order. Restore the data set, or start a new run without --resume.",
+            "the data set of {run} has changed: {change}. A resumed run would train on or measure different "
+            "samples. Restore the data set, or start a new run without --resume.",
             run=self.run.path,
             change=changed_files(self.run, self.data) or what,
         )

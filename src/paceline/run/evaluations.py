@@ -20,7 +20,7 @@ UNREADABLE = "unreadable"  # reason to end a run: a rank cannot read data from a
 
 
 class Evaluations:
-    """Evaluations on the validation set, at the job's intervals.
+    """Evaluations on the validation set during a run, and finally on the test set.
 
     Attributes:
         at: step of the last evaluation; -1 before the first.
@@ -53,7 +53,7 @@ class Evaluations:
         self.on_best: Callable[[], None] = lambda: None
 
     def after_step(self, info: StepInfo) -> str | None:
-        """Evaluate if due; return a reason to end if a metric has reached its target."""
+        """Evaluate if due; return a reason to end the run, if there is one."""
         counts_steps = self.job.evaluate.every_steps is not None
         return self.measure() if info.ending is None and counts_steps and self.due_at(info.result.step) else None
 

@@ -583,7 +583,7 @@ class Loop:
         self.checkpoints.rewind(result)
         self._positions.clear()
         self.evaluations.at = -1
-        # ignore the reason to end: `stop` finds it again after the skipped step, and `steps` that data cannot be read
+        # the result is not needed: the loop finds a reason to end again after the skipped step
         self.evaluations.after_resume()
         return True
 

@@ -17,12 +17,11 @@ from torch import Tensor
 from paceline.corpus.host_files import HostFiles, user_cache
 from paceline.corpus.order import Ints, Order
 from paceline.corpus.rows import Damaged
-from paceline.corpus.shards import Corpus, Shard, Where
+from paceline.corpus.shards import Corpus, Shard, Where, value_of
 from paceline.errors import DataError
 from paceline.job.samples import Columns, DataSets, FileSamples, SplitSpec, shares
 from paceline.job.spec import load_object
 from paceline.job.zoo.images import PHOTO, Normalise, decoded, photo_shape
-from paceline.text import nearest
 from paceline.units import count
 
 if TYPE_CHECKING:
@@ -307,15 +306,15 @@ class RowForm:
             Damaged: an image cannot be decoded.
         """
         if self._columns is not None:
-            row = {name: _column(row, column, where) for name, column in self._columns.items()}
+            row = {name: value_of(row, column, where) for name, column in self._columns.items()}
         if self._map is not None:
             return self._map(row)
         inputs, target = self._inputs, self._target
         if inputs is None and row.keys() == {"image", "label"}:
             inputs, target = ("image",), "label"
         if inputs is not None:
-            values = [self._value(_column(row, name, where), name, where) for name in inputs]
-            return (*values, values[-1] if target is None else self._value(_column(row, target, where), target, where))
+            values = [self._value(value_of(row, name, where), name, where) for name in inputs]
+            return (*values, values[-1] if target is None else self._value(value_of(row, target, where), target, where))
         return {name: self._value(value, name, where) for name, value in row.items() if not name.startswith("__")}
 
     def alone(self, sample: Any) -> Any:
@@ -427,18 +426,6 @@ def _stacked(column: Sequence[Any]) -> Tensor | None:
         return stacked
     channels, height, width = values[0].shape
     return Normalise(*PHOTO[channels], (height, width))(stacked)
-
-
-def _column(row: Mapping[str, Any], name: str, where: Where) -> Any:
-    if name not in row:
-        raise DataError(
-            "data.row_without_column",
-            "{where}: this row has no column {name}. {hint}",
-            where=where,
-            name=name,
-            hint=nearest(name, sorted(row)),
-        )
-    return row[name]
 
 
 def changed_shards(before: Sequence[Mapping[str, Any]], now: Sequence[Shard]) -> str | None:
