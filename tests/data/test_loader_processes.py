@@ -308,6 +308,15 @@ def test_the_memory_of_dropped_batches_is_used_again(monkeypatch: pytest.MonkeyP
     assert len(places) <= 6
 
 
+def test_many_batches_read_ahead_arrive_whole(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = numbers(4500, 32 * 300)
+    loader = loader_of(rows, prefetch_factor=300)
+    for step, (batch,) in enumerate(loader):
+        assert torch.equal(batch, rows[32 * step : 32 * step + 32])
+    loader.close()
+    assert capsys.readouterr().err == ""
+
+
 def test_a_forked_process_keeps_the_batch_that_its_parent_drops() -> None:
     rows = numbers(8000, 640)
     loader = loader_of(rows)

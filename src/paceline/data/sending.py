@@ -29,6 +29,7 @@ from paceline.data.loader_processes import Workers
 _SMALL_BYTES = 1 << 19  # most bytes of tensors that are sent through a pipe, after whole numbers are narrowed
 _LARGE_BYTES = 1 << 27  # largest batch that is sent in reused memory
 _HELD = 3  # batches that the rank may hold while loader processes write further ones
+_MOST_SLOTS = 64  # of a loader process; torch sends batches that find no slot
 _ALIGNED = 64
 _MAP_NORESERVE = 0x4000  # a constant of Linux, which Python's mmap lacks before 3.13
 
@@ -43,7 +44,7 @@ class Sending:
     def __init__(self, workers: Workers) -> None:
         context = workers.context or multiprocessing
         method = context if isinstance(context, str) else context.get_start_method()
-        slots = workers.ahead // max(1, workers.count) + _HELD
+        slots = min(workers.ahead // max(1, workers.count) + _HELD, _MOST_SLOTS)
         self._memory: list[_Memory] = []
         if method == "fork":
             with suppress(OSError):  # a limit of virtual memory or of descriptors
