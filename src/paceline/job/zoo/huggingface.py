@@ -6,6 +6,7 @@ No code and no weights are downloaded.
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -277,6 +278,8 @@ def _transformers() -> ModuleType:
             "this model needs the transformers library. Run: pip install 'paceline[hf]' ({error})",
             error=error,
         ) from None
+    for noisy in ("torchao", "torch.utils._pytree"):  # warnings when transformers imports torchao
+        logging.getLogger(noisy).setLevel(logging.ERROR)
     # the warnings of transformers about token ids and weights concern pretrained models
     transformers.logging.set_verbosity_error()
     return transformers
