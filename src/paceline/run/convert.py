@@ -8,20 +8,23 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from paceline.errors import JobError, RunError
-from paceline.files import short_name
+from paceline.files import short_name, write_whole
 from paceline.split.layout import Part, ShardLayout, local
 from paceline.state.average import is_average
 from paceline.state.manifest import TensorEntry, TensorPiece, sync_folder
 from paceline.state.rank_state import parameter_and_key
 from paceline.state.reader import NEWEST, Loaded, TensorPieces, chosen_checkpoint
 from paceline.state.shard import described_bytes, write_one_by_one
+
+if TYPE_CHECKING:
+    from paceline.run.record.run import Run
 
 HF_SHARD = "5GB"  # maximum size of one file; larger models are written as several files
 _HF_FILE, _HF_INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -62,8 +65,9 @@ def export_hf(run: Path, out: Path, checkpoint: str = NEWEST, weights: str | Non
 
     Load the folder with transformers' `AutoModel….from_pretrained(out)`. It has the files of `save_pretrained`:
     `config.json`, and `model.safetensors` or, above 5 GB, several files with an index. Tensors have the names of the
-    architecture's published checkpoints; a tied tensor is written once. The disk needs space for two copies of the
-    weights. The weights are not loaded into memory.
+    architecture's published checkpoints; a tied tensor is written once. The tokenizer and the generation settings are
+    copied from the model's folder, and `README.md` is a model card. The disk needs space for two copies of the weights.
+    The weights are not loaded into memory.
 
     Args:
         run: a run directory, its `checkpoints/`, or one checkpoint in it.
@@ -82,7 +86,9 @@ def export_hf(run: Path, out: Path, checkpoint: str = NEWEST, weights: str | Non
             "{folder} exists already and is not overwritten. Remove it, or name another folder.",
             folder=out,
         )
-    model = _hf_model(run)
+    from paceline.run.model_folder import CARD, copy_settings, model_card
+
+    record, model = _hf_model(run)
     loaded = chosen_checkpoint(run, checkpoint)
     try:
         with new_folder_beside(out) as folder:
@@ -97,6 +103,10 @@ def export_hf(run: Path, out: Path, checkpoint: str = NEWEST, weights: str | Non
             (folder / "model").mkdir(mode=0o700)
             model.save_pretrained(folder / "model", state_dict=state, max_shard_size=HF_SHARD)
             del state
+            copy_settings(record.job, folder / "model")
+            kept = weights or ("ema" if any(map(is_average, loaded.shared)) else "raw")
+            described = "moving average" if kept == "ema" else "after the last update"
+            write_whole(folder / "model" / CARD, model_card(record, loaded.step, described))
             (folder / "model").rename(out)
             sync_folder(out.parent)
     except OSError as error:
@@ -176,7 +186,7 @@ def write_weights(out: Path, described: Mapping[str, dict[str, Any]], take: Call
         ) from error
 
 
-def _hf_model(run: Path) -> Any:
+def _hf_model(run: Path) -> tuple[Run, Any]:
     from paceline.run.record.run import Run
 
     path = next((path for path in (run, *run.absolute().parents[:2]) if (path / "job.yaml").exists()), None)
@@ -187,9 +197,9 @@ def _hf_model(run: Path) -> Any:
             "directory.",
             folder=run,
         )
-    job = Run(path).job
+    record = Run(path)
     with torch.device("meta"):
-        model = job.model.build()
+        model = record.job.model.build()
     if not hasattr(model, "config") or not hasattr(model, "save_pretrained"):
         raise RunError(
             "export.not_hugging_face",
@@ -198,7 +208,7 @@ def _hf_model(run: Path) -> Any:
             path=path,
             class_name=type(model).__name__,
         )
-    return model
+    return record, model
 
 
 # Import into a run
