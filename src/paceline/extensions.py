@@ -117,7 +117,7 @@ class ExtensionPoint(Generic[T]):
         return found
 
 
-def optional_package(module: str, package: str) -> ModuleType:
+def optional_package(module: str, package: str, extra: str = "data") -> ModuleType:
     """Import a module of an optional package, which only some types of data need.
 
     Raises:
@@ -128,7 +128,8 @@ def optional_package(module: str, package: str) -> ModuleType:
     except ImportError as error:
         raise DataError(
             "data.package_missing",
-            "this data needs {package}, which cannot be imported ({error}). Run: pip install 'paceline[data]'",
+            "this data needs {package}, which cannot be imported ({error}). Run: pip install 'paceline[{extra}]'",
             package=package,
+            extra=extra,
             error=error,
         ) from error

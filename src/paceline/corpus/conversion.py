@@ -30,6 +30,7 @@ from paceline.corpus.tokens import (
     UNFINISHED,
     Part,
     TokensAbout,
+    Trained,
     document_lengths,
     read_about,
     write_documents,
@@ -53,6 +54,7 @@ def tokenize(
     workers: int | None = None,
     progress: Callable[[int, int], None] = lambda rows, tokens: None,
     wait: bool = False,
+    turns: Callable[[Mapping[str, Any], Where], tuple[Tokens, Trained]] | None = None,
 ) -> TokensAbout:
     """Convert the documents of a corpus to tokens, and write them to a folder.
 
@@ -64,6 +66,8 @@ def tokenize(
         workers: number of processes; by default, the number of cores.
         progress: function that receives the number of rows and tokens so far, several times per second.
         wait: True to wait while another process writes to the folder, False to raise an error.
+        turns: function that converts a row, in place of the column: its tokens, and those that are trained. Rows
+            without trained tokens are left out, as if they were empty.
 
     Raises:
         DataError: the folder cannot be written, holds other files, belongs to another tokenizer or column, or another
@@ -82,7 +86,7 @@ def tokenize(
         (out / DESCRIPTION).unlink(missing_ok=True)
         before = sum(part.end - part.first for part in done), sum(part.tokens for part in done)
         with (out / UNFINISHED).open("a") as journal:
-            for part in _converted(_Work(corpus, column, tokenizer, out), missing, workers, before, progress):
+            for part in _converted(_Work(corpus, column, tokenizer, out, turns), missing, workers, before, progress):
                 finished[_of_source(part)] = part
                 journal.write(_lines(part._asdict()))
                 journal.flush()
@@ -239,20 +243,25 @@ class _Work:
     column: str
     tokenizer: Tokenizer
     out: Path
+    turns: Callable[[Mapping[str, Any], Where], tuple[Tokens, Trained]] | None
 
     def convert(self, part: Part, first_row: int, count: Callable[[int, int], None]) -> Part:
         """Write the file of a part; `first_row` is the part's first row in the corpus."""
 
-        def documents() -> Iterator[Tokens]:
+        def documents() -> Iterator[tuple[Tokens, Trained | None]]:
             for row in range(first_row, first_row + part.end - part.first):
-                text = text_of(self.corpus.row(row), self.column, Where(self.corpus, row))
-                found = self.tokenizer.encode(text)
-                is_empty = len(found) == 1  # an end token alone is no document
+                where, trained = Where(self.corpus, row), None
+                if self.turns is not None:
+                    found, trained = self.turns(self.corpus.row(row), where)
+                    is_empty = not trained[1:].any()
+                else:
+                    found = self.tokenizer.encode(text_of(self.corpus.row(row), self.column, where))
+                    is_empty = len(found) == 1  # an end token alone is no document
                 count(1, 0 if is_empty else len(found))
                 if not is_empty:
-                    yield found
+                    yield found, trained
 
-        written, tokens = write_documents(self.out / part.name, documents())
+        written, tokens = write_documents(self.out / part.name, documents(), marked=self.turns is not None)
         return part._replace(documents=written, tokens=tokens, empty=part.end - part.first - written)
 
 

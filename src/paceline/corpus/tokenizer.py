@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 from collections.abc import Iterable, Mapping
@@ -64,7 +65,7 @@ class Tokenizer:
         # A file may enable truncation and padding for one model. Here, documents are cut and padded to the context.
         model.no_truncation()
         model.no_padding()
-        named = _special_tokens(file.parent)
+        named = special_tokens(file.parent)
         ids = model.get_vocab(with_added_tokens=True)
         end = _id(file, ids, named, "eos_token", "sep_token")
         if end is None:
@@ -113,6 +114,24 @@ class Tokenizer:
             found.append(self.end_token_id)
         return found
 
+    def with_specials(self, text: str) -> list[int]:
+        """Convert a text to token ids, with the special tokens that the tokenizer adds."""
+        ids: list[int] = self._model.encode_batch_fast([_without_surrogates(text)])[0].ids
+        return ids
+
+    def with_spans(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        """Convert a text to token ids, and return where each token begins and ends."""
+        found = self._model.encode(text, add_special_tokens=False)
+        return found.ids, found.offsets
+
+    def is_added(self, token: int) -> bool:
+        """Return True for a token that no ordinary text has, such as an end token."""
+        return token in self._added
+
+    @functools.cached_property
+    def _added(self) -> frozenset[int]:
+        return frozenset({*self._model.get_added_tokens_decoder(), self.end_token_id})
+
     def decode(self, tokens: Iterable[int]) -> str:
         """Convert tokens to text; special tokens stay visible."""
         text: str = self._model.decode([int(token) for token in tokens], skip_special_tokens=False)
@@ -144,8 +163,9 @@ def _model(file: Path, content: bytes) -> Any:
     except ImportError as error:
         raise DataError(
             "data.package_missing",
-            "this data needs {package}, which cannot be imported ({error}). Run: pip install 'paceline[data]'",
+            "this data needs {package}, which cannot be imported ({error}). Run: pip install 'paceline[{extra}]'",
             package="tokenizers",
+            extra="data",
             error=error,
         ) from error
     try:
@@ -160,7 +180,7 @@ def _model(file: Path, content: bytes) -> Any:
         ) from error
 
 
-def _special_tokens(folder: Path) -> dict[str, str]:
+def special_tokens(folder: Path) -> dict[str, str]:
     """Return the names of special tokens, such as `eos_token`, from the files of a folder."""
     found: dict[str, str] = {}
     for name in _NAMES:

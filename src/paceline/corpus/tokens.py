@@ -1,7 +1,8 @@
 """Folders of tokens: documents that were converted to tokens once, for all later runs.
 
-A folder has Arrow files with one column `tokens` (int32) and one row per document, their lengths in `lengths.npy`, and
-a description in `tokens.json`. `conversion.py` creates such folders.
+A folder has Arrow files with a column `tokens` (int32) and one row per document, their lengths in `lengths.npy`, and a
+description in `tokens.json`. Conversations have a second column `trained`, which is 1 for the tokens that a model
+learns to write, and otherwise 0. `conversion.py` creates such folders.
 """
 
 from __future__ import annotations
@@ -22,9 +23,10 @@ from paceline.extensions import optional_package
 
 DESCRIPTION, LENGTHS = "tokens.json", "lengths.npy"
 UNFINISHED = "unfinished.jsonl"  # parts that were written since the last tokens.json
-COLUMN = "tokens"
+COLUMN, TRAINED = "tokens", "trained"
 LAYOUT = 1
 Lengths = NDArray[np.uint32]
+Trained = NDArray[np.bool_]
 
 _BATCH_TOKENS = 1 << 20  # tokens of a record batch, which a process holds in memory
 
@@ -173,25 +175,35 @@ def is_folder_of_tokens(folder: Path) -> bool:
     return (folder / DESCRIPTION).exists() or (folder / UNFINISHED).exists()
 
 
-def write_documents(file: Path, documents: Iterator[Tokens]) -> tuple[int, int]:
+def write_documents(
+    file: Path, documents: Iterator[tuple[Tokens, Trained | None]], *, marked: bool = False
+) -> tuple[int, int]:
     """Write documents to a new Arrow file, which appears only when it is complete.
 
     About a million tokens are held in memory, plus at most one document.
+
+    Args:
+        documents: tokens of each document, and which of them are trained; None without `marked`.
+        marked: True to write the column `trained`.
 
     Returns:
         Number of documents and of tokens.
     """
     pa = optional_package("pyarrow", "pyarrow")
-    schema = pa.schema([(COLUMN, pa.list_(pa.int32()))])
+    columns = [(COLUMN, pa.list_(pa.int32())), (TRAINED, pa.list_(pa.uint8()))]
+    schema = pa.schema(columns if marked else columns[:1])
     unfinished = file.with_name(f".{file.name}.{os.getpid()}")
     written, tokens = 0, 0
     try:
         with pa.OSFile(str(unfinished), "wb") as sink, pa.ipc.new_file(sink, schema) as writer:
             for batch in _batches(documents):
-                offsets = np.cumsum([0, *map(len, batch)], dtype=np.int32)
-                values = pa.array(np.concatenate(batch), pa.int32())
-                writer.write(pa.record_batch([pa.ListArray.from_arrays(pa.array(offsets), values)], schema=schema))
-                written, tokens = written + len(batch), tokens + int(offsets[-1])
+                offsets = pa.array(np.cumsum([0, *(len(found) for found, _ in batch)], dtype=np.int32))
+                arrays = [pa.array(np.concatenate([found for found, _ in batch]), pa.int32())]
+                if marked:
+                    arrays.append(pa.array(np.concatenate([own for _, own in batch if own is not None]).view(np.uint8)))
+                lists = [pa.ListArray.from_arrays(offsets, values) for values in arrays]
+                writer.write(pa.record_batch(lists, schema=schema))
+                written, tokens = written + len(batch), tokens + len(arrays[0])
         unfinished.rename(file)
     except BaseException:
         unfinished.unlink(missing_ok=True)
@@ -209,12 +221,12 @@ def document_lengths(file: Path) -> Lengths:
         )
 
 
-def _batches(documents: Iterator[Tokens]) -> Iterator[list[Tokens]]:
-    batch: list[Tokens] = []
+def _batches(documents: Iterator[tuple[Tokens, Trained | None]]) -> Iterator[list[tuple[Tokens, Trained | None]]]:
+    batch: list[tuple[Tokens, Trained | None]] = []
     held = 0
     for document in documents:
         batch.append(document)
-        held += len(document)
+        held += len(document[0])
         if held >= _BATCH_TOKENS:
             yield batch
             batch, held = [], 0

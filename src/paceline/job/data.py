@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime as dates
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -13,6 +14,7 @@ from pydantic import (
     Field,
     PlainSerializer,
     PositiveInt,
+    PrivateAttr,
     ValidationInfo,
     ValidatorFunctionWrapHandler,
     WrapValidator,
@@ -53,7 +55,8 @@ DataPath = Annotated[Path, WrapValidator(_path_or_url), PlainSerializer(str, whe
 
 
 _SHARE_OF = {"digits", "synthetic"}  # types without files
-_PATHS = ("path", "held_out_path", "factory", "held_out_factory", "collate", "collate_held_out", "map", "tokenizer")
+_OF_TOKENIZER = ("tokenizer", "template")
+_PATHS = ("path", "held_out_path", "factory", "held_out_factory", "collate", "collate_held_out", "map")
 
 
 class _Data(Spec):
@@ -75,7 +78,7 @@ class _Data(Spec):
             return value
         return {"kind": "dataset", "factory": value} if ":" in value else {"kind": value}
 
-    @field_validator(*_PATHS, mode="after", check_fields=False)
+    @field_validator(*_PATHS, *_OF_TOKENIZER, mode="after", check_fields=False)
     @classmethod
     def _resolve(cls, value: Any, info: ValidationInfo) -> Any:
         base = (info.context or {}).get("base", Path.cwd())
@@ -123,6 +126,10 @@ class _Data(Spec):
     def is_tokenized(self) -> bool:
         """True if the samples are tokens of a tokenizer, and their labels the next tokens."""
         return False
+
+    def of_model(self, folder: Path) -> Self:
+        """Return a copy that can use the tokenizer in the model's folder."""
+        return self
 
     @property
     def keeps_no_validation_set(self) -> bool:
@@ -318,7 +325,33 @@ class Records(FileSpec):
         return inputs if self.target is None else (*inputs, self.target)
 
 
-class Tokens(FileSpec):
+class TokenizerSpec(FileSpec):
+    """Keys of files that a tokenizer converts."""
+
+    # a tokenizer.json or a Hugging Face folder; by default the folder of the model, if it has a tokenizer
+    tokenizer: Path | None = None
+    context: int = Field(ge=2)
+    pack: bool = False
+    _of_model: Path | None = PrivateAttr(None)
+
+    @property
+    def is_tokenized(self) -> bool:
+        """True: see the base class."""
+        return True
+
+    @property
+    def tokenizer_file(self) -> Path | None:
+        """The key `tokenizer`, or else the tokenizer of the model."""
+        return self.tokenizer or self._of_model
+
+    def of_model(self, folder: Path) -> Self:
+        """Return a copy that can use the tokenizer in the model's folder."""
+        spec = self.model_copy()
+        spec._of_model = file if (file := folder / "tokenizer.json").is_file() else None
+        return spec
+
+
+class Tokens(TokenizerSpec):
     """Text of any format that a tokenizer converts, or a folder of tokens from `paceline data tokenize`.
 
     With `causal`, the task is to predict the next token. With `masked`, the task is to restore the 15 % of the tokens
@@ -331,15 +364,7 @@ class Tokens(FileSpec):
 
     kind: Literal["tokens"]
     column: str = "text"
-    tokenizer: Path | None = None  # a tokenizer.json or a Hugging Face folder; a folder of tokens may do without
-    context: int = Field(ge=2)
     objective: Literal["causal", "masked"] = "causal"
-    pack: bool = False
-
-    @property
-    def is_tokenized(self) -> bool:
-        """True: see the base class."""
-        return True
 
     @property
     def needed_columns(self) -> tuple[str, ...]:
@@ -352,6 +377,35 @@ class Tokens(FileSpec):
             from paceline.job.zoo.tokens import convert_text
 
             convert_text(self)
+        return {}
+
+
+class Chat(TokenizerSpec):
+    """Conversations in rows with `messages`, or with `prompt` and `completion`, for supervised fine-tuning.
+
+    Messages are dicts of `role` and `content`, and become text by the chat template of the tokenizer. The columns
+    `tools`, `documents` and `chat_template_kwargs` are passed to the template. `conversations` in the form of ShareGPT
+    are read too. A prompt and its completion are two texts, which the end token follows, or two lists of messages.
+
+    The model learns to write the tokens of the assistant's turns, including the token that ends a turn, and no others.
+    Longer conversations are cut at `context` tokens. With `pack`, a sample holds several conversations, whose positions
+    start again at 0; the files are then converted once, into the cache.
+    """
+
+    kind: Literal["chat"]
+    columns: dict[str, str] = Field(default_factory=dict)  # names of columns in the files: {completion: answer}
+    template: Path | None = None  # a file with another chat template
+    template_args: Args = Field(default_factory=dict)  # variables of the template, such as {enable_thinking: false}
+    # what the model learns to write: all turns of the assistant, only the last one, or all tokens
+    train_on: Literal["assistant", "last", "all"] = "assistant"
+    date: dates.date = dates.date(2024, 7, 26)  # the day that a template gets in place of today
+
+    def fetch(self) -> dict[str, str]:
+        """Convert conversations to tokens if `pack` needs it, unless this host has done it."""
+        if self.pack:
+            from paceline.job.zoo.chat import convert_chats
+
+            convert_chats(self)
         return {}
 
 
@@ -372,7 +426,7 @@ class Mixture(_Data):
     """
 
     kind: Literal["mixture"]
-    sources: Annotated[dict[str, Annotated[Records | Tokens, Field(discriminator="kind")]], Field(min_length=1)]
+    sources: Annotated[dict[str, Annotated[Records | Tokens | Chat, Field(discriminator="kind")]], Field(min_length=1)]
     weights: dict[str, Annotated[float, Field(ge=0, allow_inf_nan=False)]] | None = None
     repeat: dict[str, Annotated[float, Field(gt=0, allow_inf_nan=False)]] = Field(default_factory=dict)
     schedule: tuple[Stage, ...] = ()
@@ -381,6 +435,12 @@ class Mixture(_Data):
     def is_tokenized(self) -> bool:
         """True if a source has tokens; see `Tokens`."""
         return any(source.is_tokenized for source in self.sources.values())
+
+    def of_model(self, folder: Path) -> Self:
+        """Return a copy whose sources use the tokenizer in the model's folder."""
+        return self.model_copy(
+            update={"sources": {name: source.of_model(folder) for name, source in self.sources.items()}}
+        )
 
     def fetch(self) -> dict[str, str]:
         """Prepare each source; see `Tokens.fetch`."""
@@ -511,7 +571,7 @@ class Synthetic(_Data):
 
 DataSpec = Annotated[
     Annotated[
-        Digits | Cifar10 | Images | Text | Arrays | Records | Tokens | Mixture | Custom | Streamed | Synthetic,
+        Digits | Cifar10 | Images | Text | Arrays | Records | Tokens | Chat | Mixture | Custom | Streamed | Synthetic,
         Field(discriminator="kind"),
     ],
     BeforeValidator(_Data.long_form),

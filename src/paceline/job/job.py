@@ -35,6 +35,11 @@ from paceline.job.stop import BestSpec, SpikeSpec, StopSpec
 from paceline.storage.url import DATA_VERSIONS, checked_url, is_url, local_path
 from paceline.yaml_file import explain
 
+Task = Literal["pretrain", "sft", "dpo"]
+# kinds of data of each task, beside those whose samples a user's own code makes
+_KINDS_OF = {"pretrain": ("tokens", "text", "synthetic"), "sft": ("chat",)}
+_ANY_SAMPLES = ("records", "mixture", "dataset", "iterable")
+_LOSSES_OF_TOKENS = ("cross_entropy", "model", "CrossEntropyLoss")
 Precision = Literal["fp32", "bf16", "fp16", "fp64"]
 _ACCUMULATION = 'Did you mean "gradient_accumulation_steps", at the top of the job?'
 _HINTS = {
@@ -109,6 +114,7 @@ class Job(Spec):
         def __init__(self, **values: Any) -> None: ...
 
     name: str = Field("job", pattern=r"^[A-Za-z0-9._-]+$")
+    task: Task | None = None  # gives the loss its default, and refuses data of another task
     model: ModelSpec
     freeze: Patterns = ()  # parameters that are not trained
     data: DataSpec
@@ -161,6 +167,51 @@ class Job(Spec):
     @classmethod
     def _list_one_metric(cls, value: Any) -> Any:
         return [value] if isinstance(value, (str, dict)) else value
+
+    @model_validator(mode="before")
+    @classmethod
+    def _default_loss(cls, values: Any) -> Any:
+        if isinstance(values, dict) and values.get("task") in _KINDS_OF and values.get("loss") is None:
+            return {**values, "loss": "cross_entropy"}
+        return values
+
+    @model_validator(mode="after")
+    def _default_tokenizer(self) -> Job:
+        if (place := self.model.hf) is not None:
+            object.__setattr__(self, "data", self.data.of_model(place if place.is_dir() else place.parent))
+        return self
+
+    @model_validator(mode="after")
+    def _fit_the_task(self) -> Job:
+        if self.task not in _KINDS_OF:
+            return self
+        task, kind = self.task, self.data.kind
+        if kind not in (*_KINDS_OF[task], *_ANY_SAMPLES):
+            raise InvalidValue(
+                "job.task_of_other_data",
+                "task: {task} needs data of kind {kinds}, but data.kind is {kind}. Change the data, or remove the key "
+                "task.",
+                task=task,
+                kinds=" or ".join(_KINDS_OF[task]),
+                kind=kind,
+            )
+        if self.loss.name not in _LOSSES_OF_TOKENS and ":" not in self.loss.name:
+            raise InvalidValue(
+                "job.task_of_other_loss",
+                "task: {task} predicts tokens, but the loss is {loss}. Remove the key loss, so that it is "
+                "cross_entropy.",
+                task=task,
+                loss=self.loss.name,
+            )
+        if self.model.task not in (None, "causal_lm") and not (task == "pretrain" and self.model.task == "masked_lm"):
+            raise InvalidValue(
+                "job.task_of_other_model",
+                "task: {task} needs a model that writes text, but model.task is {of_model}. Set model.task to "
+                "causal_lm.",
+                task=task,
+                of_model=self.model.task,
+            )
+        return self
 
     @model_validator(mode="after")
     def _freeze_parameters(self) -> Job:

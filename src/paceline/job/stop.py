@@ -19,7 +19,9 @@ from paceline.units import count
 
 # for each built-in metric: True if larger values are better
 HIGHER_IS_BETTER = {
-    **dict.fromkeys(("accuracy", "multilabel_accuracy", "top5", "f1", "auc", "r2", "contrastive_accuracy"), True),
+    **dict.fromkeys(
+        ("accuracy", "token_accuracy", "multilabel_accuracy", "top5", "f1", "auc", "r2", "contrastive_accuracy"), True
+    ),
     **dict.fromkeys(("loss", "perplexity", "bits_per_byte", "mse", "mae"), False),
 }
 

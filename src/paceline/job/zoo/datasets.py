@@ -77,6 +77,10 @@ def _build(spec: DataSpec, input_shape: tuple[int, ...] | None, seed: int) -> Da
             from paceline.job.zoo.tokens import build_tokens
 
             return build_tokens(spec, seed)
+        case "chat":
+            from paceline.job.zoo.chat import build_chat
+
+            return build_chat(spec, seed)
         case "mixture":
             from paceline.job.zoo.mixture import build_mixture
 

@@ -380,6 +380,7 @@ def _bits(mean: float) -> float:
 
 _METRICS: dict[str, type[Metric] | tuple[Callable[[Any, Any], tuple[Any, Any]], Callable[[float], float]]] = {
     "accuracy": (_accuracy, float),
+    "token_accuracy": (_accuracy, float),  # the same share; tokens with the label -100 do not count
     "multilabel_accuracy": (_multilabel_accuracy, float),
     "top5": (_top5, float),
     "f1": F1,

@@ -19,11 +19,11 @@ from paceline.job.zoo.tokens import Sequences
 
 if TYPE_CHECKING:
     from paceline.corpus.shards import Corpus
+    from paceline.job.data import Chat, Records, Tokens
     from paceline.job.data import Mixture as MixtureSpec
-    from paceline.job.data import Records, Tokens
 
 
-def build_mixture(spec: MixtureSpec, build: Callable[[Records | Tokens], DataSets]) -> DataSets:
+def build_mixture(spec: MixtureSpec, build: Callable[[Records | Tokens | Chat], DataSets]) -> DataSets:
     """Open all sources and combine them; `build` opens one source.
 
     The validation set holds the validation samples of all sources, and the test set holds all their test samples.

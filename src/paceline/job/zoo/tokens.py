@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -24,6 +24,7 @@ from paceline.corpus.tokens import (
     COLUMN,
     DESCRIPTION,
     LENGTHS,
+    TRAINED,
     TokensAbout,
     is_folder_of_tokens,
     read_about,
@@ -36,7 +37,8 @@ from paceline.storage.url import is_url
 from paceline.units import large
 
 if TYPE_CHECKING:
-    from paceline.job.data import Tokens
+    from paceline.corpus.chat import ChatForm
+    from paceline.job.data import Chat, TokenizerSpec, Tokens
 
 _DESCRIPTION_BYTES = 1 << 30  # largest tokens.json
 _LINE_EVERY_S = 10.0  # between lines of progress
@@ -48,9 +50,12 @@ def build_tokens(spec: Tokens, seed: int) -> DataSets:
     Raises:
         DataError: the files or the tokenizer cannot be used, or the tokenizer has no token that the objective needs.
     """
-    tokenizer = None if spec.tokenizer is None else Tokenizer.load(spec.tokenizer)
+    if is_text := not _is_tokens(spec):
+        tokenizer: Tokenizer | None = tokenizer_of(spec)
+    else:
+        tokenizer = None if spec.tokenizer is None else Tokenizer.load(spec.tokenizer)
     spec = convert_text(spec, tokenizer)
-    if not _is_tokens(spec):
+    if is_text and not spec.pack:
         assert tokenizer is not None
         form = SequenceForm(spec, tokenizer, tokenizer.sha256, seed)
         return sharded_sets(spec, lambda corpus, spans: TextSamples(corpus, spans, spec, form, tokenizer))
@@ -71,27 +76,44 @@ def convert_text(spec: Tokens, tokenizer: Tokenizer | None = None) -> Tokens:
     """
     if _is_tokens(spec):
         return spec
-    if spec.tokenizer is None:
+    if not spec.pack:
+        return spec
+    tokenizer = tokenizer or tokenizer_of(spec)
+    made: Tokens = with_folders(spec, lambda paths: converted(spec, tokenizer, paths, spec.column))
+    return made
+
+
+def tokenizer_of(spec: Tokens | Chat) -> Tokenizer:
+    """Load the tokenizer of a spec that names text.
+
+    Raises:
+        DataError: the spec names no tokenizer, and the model has none; see also `Tokenizer.load`.
+    """
+    if spec.tokenizer_file is None:
         raise DataError(
             "data.no_tokenizer",
             "{path} is text, which needs a tokenizer. Set data.tokenizer to a tokenizer.json or a Hugging Face folder, "
             "or read the text as bytes with kind: text.",
             path=", ".join(map(str, spec.path)),
         )
-    if not spec.pack:
-        return spec
-    tokenizer = tokenizer or Tokenizer.load(spec.tokenizer)
-    convert = partial(_converted, spec, tokenizer)
+    return Tokenizer.load(spec.tokenizer_file)
+
+
+def with_folders(spec: TokenizerSpec, convert: Callable[[Sequence[Path | str]], Path]) -> Any:
+    """Return a spec that names the folders of tokens into which `convert` converts its sources."""
     held_out = None if spec.held_out_path is None else (convert(spec.held_out_path),)
     test = str(convert((spec.test,))) if isinstance(spec.test, str) else spec.test
     return spec.model_copy(update={"path": (convert(spec.path),), "held_out_path": held_out, "test": test})
 
 
-def _converted(spec: Tokens, tokenizer: Tokenizer, paths: Sequence[Path | str]) -> Path:
+def converted(
+    spec: TokenizerSpec, tokenizer: Tokenizer, paths: Sequence[Path | str], column: str, turns: ChatForm | None = None
+) -> Path:
+    """Convert files to a folder of tokens in the cache; see `tokenize`."""
     corpus = opened(spec, paths)
     # If a file changes, its tokens go to a new folder, because a running job may use the old one.
     files = "\n".join(f"{shard.name} {shard.version} {shard.digest}" for shard in corpus.shards)
-    key = f"{files}\n{corpus.format.name}\n{spec.column}\n{tokenizer.sha256}"
+    key = f"{files}\n{corpus.format.name}\n{column}\n{tokenizer.sha256 if turns is None else turns.sha256}"
     printed_at = time.monotonic()
 
     def progress(rows: int, tokens: int) -> None:
@@ -102,7 +124,7 @@ def _converted(spec: Tokens, tokenizer: Tokenizer, paths: Sequence[Path | str]) 
             print(text, file=sys.stderr, flush=True)
 
     def make(folder: Path) -> None:
-        tokenize(corpus, spec.column, tokenizer, folder, progress=progress, wait=True)
+        tokenize(corpus, column, tokenizer, folder, progress=progress, wait=True, turns=turns)
 
     return shared_folder(user_cache("tokens"), key, int(spec.cache_gb * 2**30), make)
 
@@ -149,7 +171,7 @@ class Folders:
         first: description of the folder that `path` names first.
     """
 
-    def __init__(self, spec: Tokens, tokenizer: Tokenizer | None) -> None:
+    def __init__(self, spec: Tokens | Chat, tokenizer: Tokenizer | None) -> None:
         self._cache, self._tokenizer = host_files(spec), tokenizer
         self._known: dict[str, tuple[TokensAbout, dict[str, NDArray[np.uint32]]]] = {}
         self.first = self._of(str(spec.path[0]))[0]
@@ -235,10 +257,12 @@ class Excerpt(NamedTuple):
     Attributes:
         tokens: the tokens, followed by the next token of the document if there is one.
         length: number of tokens without this next token.
+        trained: True for tokens that the model learns to predict, one entry for each of the tokens; None for all.
     """
 
     tokens: NDArray[np.int32] | list[int]
     length: int
+    trained: NDArray[np.bool_] | None = None
 
 
 class Contents(NamedTuple):
@@ -264,14 +288,10 @@ class SequenceForm:
         meaning: settings that samples must share to be in one batch, by name.
     """
 
-    def __init__(self, spec: Tokens, ids: Ids, tokenizer: str, seed: int) -> None:
-        self.context, self.packed, self.causal = spec.context, spec.pack, spec.objective == "causal"
-        self.meaning = {
-            "tokenizer": tokenizer,
-            "context": spec.context,
-            "objective": spec.objective,
-            "pack": spec.pack,
-        }
+    def __init__(self, spec: Tokens | Chat, ids: Ids, tokenizer: str, seed: int) -> None:
+        objective = getattr(spec, "objective", "causal")
+        self.context, self.packed, self.causal = spec.context, spec.pack, objective == "causal"
+        self.meaning = {"tokenizer": tokenizer, "context": spec.context, "objective": objective, "pack": spec.pack}
         self.seed, self.epoch = seed, 0
         self.vocab_size, self.pad, self.end, self._mask = (
             ids.vocab_size,
@@ -299,12 +319,14 @@ class SequenceForm:
         ends = []
         for row, (_, excerpts) in enumerate(sequences):
             at = 0
-            for tokens, length in excerpts:
+            for tokens, length, trained in excerpts:
                 first, at = at, at + length
                 ids[row, first:at] = tokens[:length]
                 labels[row, first : at - 1] = ids[row, first + 1 : at]
                 if len(tokens) > length:
                     labels[row, at - 1] = tokens[length]
+                if trained is not None:
+                    labels[row, first : first + len(trained) - 1][~trained[1:]] = IGNORED
                 if positions is not None:
                     positions[row, first:at] = self._positions[:length]
             if positions is not None:
@@ -339,7 +361,7 @@ class Sequences(ShardedSamples):
 
     labels = None
 
-    def __init__(self, corpus: Corpus, spans: Spans, spec: Tokens, form: SequenceForm) -> None:
+    def __init__(self, corpus: Corpus, spans: Spans, spec: Tokens | Chat, form: SequenceForm) -> None:
         super().__init__(corpus, spans, spec)
         self.form, self.packed = form, form.packed
 
@@ -396,7 +418,7 @@ class TokenSamples(Sequences):
         self,
         corpus: Corpus,
         spans: Spans,
-        spec: Tokens,
+        spec: Tokens | Chat,
         form: SequenceForm,
         folders: Folders,
         tokenizer: Tokenizer | None,
@@ -414,9 +436,13 @@ class TokenSamples(Sequences):
         first_row = int(self._firsts[shard] - self._documents[shard])
         for document, first, length in self._packing.pieces(index):
             row = first_row + document
-            tokens = self.corpus.row(row)[COLUMN][first : first + length + 1]
+            columns = self.corpus.row(row)
+            tokens, trained = columns[COLUMN][first : first + length + 1], columns.get(TRAINED)
             self._check(tokens, length, row)
-            excerpts.append(Excerpt(tokens, length))
+            if trained is not None:
+                self.counts["cut"] = self.counts.get("cut", 0) + len(columns[COLUMN]) - length
+                trained = trained[:length].astype(np.bool_)
+            excerpts.append(Excerpt(tokens if trained is None else tokens[:length], length, trained))
         return Contents(index, excerpts)
 
     def _check(self, tokens: NDArray[np.int32], length: int, row: int) -> None:
@@ -437,7 +463,7 @@ class TokenSamples(Sequences):
             )
 
 
-def _packing(corpus: Corpus, spans: Spans, spec: Tokens, folders: Folders) -> Packing:
+def _packing(corpus: Corpus, spans: Spans, spec: Tokens | Chat, folders: Folders) -> Packing:
     """Return the packing of a set, which the processes of this host share."""
     lengths = [
         of_shard[first:][:number]
@@ -445,6 +471,8 @@ def _packing(corpus: Corpus, spans: Spans, spec: Tokens, folders: Folders) -> Pa
             folders.lengths(corpus), (spans.firsts - corpus.starts[:-1]).tolist(), spans.counts.tolist(), strict=True
         )
     ]
+    if spec.kind == "chat":  # a conversation is cut, because the rest of it would begin in the middle of a turn
+        lengths = [np.minimum(of_shard, spec.context) for of_shard in lengths]
     if not sum(map(len, lengths)):
         return Packing.of([], spec.context, join=spec.pack)
     rows = hashlib.sha256(spans.firsts.tobytes() + spans.counts.tobytes()).hexdigest()
