@@ -1,4 +1,4 @@
-"""`paceline export RUN model.safetensors`, `paceline export RUN FOLDER --layout hf`"""
+"""`paceline export RUN model.safetensors`, `paceline export RUN FOLDER --layout hf|dcp`"""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ class ExportLayout(StrEnum):
 
     FILE = "file"
     HF = "hf"
+    DCP = "dcp"
 
 
 class ExportWeights(StrEnum):
@@ -31,11 +32,15 @@ class ExportWeights(StrEnum):
 def command(
     run: RunPath,
     out: Annotated[
-        Path, typer.Argument(metavar="OUT", help="File to write, e.g. model.safetensors; a folder with --layout hf.")
+        Path,
+        typer.Argument(metavar="OUT", help="File to write, e.g. model.safetensors; a folder with another --layout."),
     ],
     layout: Annotated[
         ExportLayout,
-        typer.Option(help="One safetensors file (file), or a folder for from_pretrained of transformers (hf)."),
+        typer.Option(
+            help="One safetensors file (file), a folder for from_pretrained of transformers (hf), or a checkpoint of "
+            "torch.distributed.checkpoint (dcp)."
+        ),
     ] = ExportLayout.FILE,
     checkpoint: Checkpoint = "newest",
     weights: Annotated[
@@ -45,9 +50,9 @@ def command(
 ) -> None:
     """Write the weights of a run's checkpoint to a file or folder.
 
-    The result is one safetensors file, or a folder in Hugging Face's layout.
+    The result is one safetensors file, a folder in Hugging Face's layout, or a checkpoint that FSDP2 scripts load.
     """
-    from paceline.run.convert import export, export_hf
+    from paceline.run.convert import export, export_dcp, export_hf
     from paceline.run.object_store import copy_of
     from paceline.storage.url import is_url
 
@@ -55,12 +60,13 @@ def command(
         warnings.simplefilter("always")
         say = partial(typer.echo, err=True)
         path = held.enter_context(copy_of(run, say, checkpoint=checkpoint)) if is_url(run) else Path(run)
-        (export if layout is ExportLayout.FILE else export_hf)(path, out, checkpoint, weights and weights.value)
+        write = {ExportLayout.FILE: export, ExportLayout.HF: export_hf, ExportLayout.DCP: export_dcp}[layout]
+        write(path, out, checkpoint, weights and weights.value)
     for warning in passed_over:
         typer.echo(f"note: {warning.message}", err=True)
-    how = (
-        "model.load_state_dict(safetensors.torch.load_file({!r}))"
-        if layout is ExportLayout.FILE
-        else "from_pretrained({!r})"
-    )
+    how = {
+        ExportLayout.FILE: "model.load_state_dict(safetensors.torch.load_file({!r}))",
+        ExportLayout.HF: "from_pretrained({!r})",
+        ExportLayout.DCP: "torch.distributed.checkpoint.load(model.state_dict(), checkpoint_id={!r})",
+    }[layout]
     typer.echo(f"{out}: load it with {how.format(str(out))}")

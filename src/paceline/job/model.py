@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from torch import nn
 
 
+DCP = "dcp:"  # begins the `weights` that are a checkpoint of torch.distributed.checkpoint
+
 Task = Literal[
     "causal_lm", "masked_lm", "image_classification", "sequence_classification", "token_classification", "seq2seq_lm"
 ]
@@ -35,7 +37,8 @@ class ModelSpec(Spec):
       model, which are sufficient for planning but not for training.
 
     `weights` is the path or URL of the initial weights: a safetensors file, or a folder in Hugging Face's layout.
-    Without `weights`, the weights are initialised randomly.
+    `dcp:FOLDER` is a local checkpoint of `torch.distributed.checkpoint`. Without `weights`, the weights are initialised
+    randomly.
     """
 
     short: ClassVar[str | None] = "zoo"
@@ -66,6 +69,7 @@ class ModelSpec(Spec):
     def _resolve(cls, value: Path | str | None, info: ValidationInfo) -> Path | str | None:
         if value is None or is_url(value):
             return value
+        form, value = (DCP, str(value)[len(DCP) :]) if str(value).startswith(DCP) else ("", value)
         path = Path((info.context or {}).get("base", Path.cwd()) / Path(value).expanduser()).resolve()
         if not (path.is_file() if info.field_name == "hf" else path.exists()):
             raise InvalidValue(
@@ -74,7 +78,7 @@ class ModelSpec(Spec):
                 or_folder="" if info.field_name == "hf" else " or folder",
                 path=path,
             )
-        return path
+        return f"{form}{path}" if form else path
 
     @model_validator(mode="after")
     def _exactly_one_source(self) -> ModelSpec:

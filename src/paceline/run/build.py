@@ -172,7 +172,7 @@ def _published(job: Job, model: nn.Module | DeferredModel) -> WeightSource | Non
         from paceline.storage.store import at_hand
 
         weights = at_hand(weights)
-    return fitted(weights_from(Path(weights)), model if isinstance(model, nn.Module) else model.model)
+    return fitted(weights_from(weights), model if isinstance(model, nn.Module) else model.model)
 
 
 def _kept(buffers: dict[str, Tensor], source: WeightSource) -> dict[str, Tensor]:

@@ -16,6 +16,8 @@ from torch import Tensor, nn
 
 from paceline.errors import JobError, RunError
 from paceline.files import short_name, write_whole
+from paceline.job.model import DCP
+from paceline.run.dcp import DcpPieces, open_dcp, save_dcp
 from paceline.split.layout import Part, ShardLayout, local
 from paceline.state.average import is_average
 from paceline.state.manifest import TensorEntry, TensorPiece, sync_folder
@@ -80,33 +82,64 @@ def export_hf(run: Path, out: Path, checkpoint: str = NEWEST, weights: str | Non
             written.
         CheckpointError: every checkpoint is damaged or incomplete.
     """
-    if out.exists():
+    from paceline.run.model_folder import CARD, copy_settings, model_card
+
+    _must_be_new(out)
+    record, model = _hf_model(run)
+    loaded = chosen_checkpoint(run, checkpoint)
+    with _new_folder(out) as folder:
+        state = _mapped(loaded, folder, tied=False, weights=weights)
+        for alias, name in loaded.aliases.items():  # for tied tensors, transformers chooses which name to write
+            state[_bare(alias)] = state[_bare(name)]
+        _quiet()
+        model.to(next((tensor.dtype for tensor in state.values() if tensor.is_floating_point()), torch.float32))
+        model.save_pretrained(folder / "model", state_dict=state, max_shard_size=HF_SHARD)
+        del state
+        copy_settings(record.job, folder / "model")
+        kept = weights or ("ema" if any(map(is_average, loaded.shared)) else "raw")
+        described = "moving average" if kept == "ema" else "after the last update"
+        write_whole(folder / "model" / CARD, model_card(record, loaded.step, described))
+
+
+def export_dcp(run_or_folder: Path, out: Path, checkpoint: str = NEWEST, weights: str | None = None) -> None:
+    """Write the model of a checkpoint as a checkpoint of `torch.distributed.checkpoint`.
+
+    Load it with `torch.distributed.checkpoint.load(model.state_dict(), checkpoint_id=out)`, on any number of ranks and
+    with any sharding. Tensors have the names of the model's state dict; a tied tensor is written under each of its
+    names. The disk needs space for two copies of the weights. The weights are not loaded into memory.
+
+    Args:
+        run_or_folder: a run directory, its `checkpoints/`, or one checkpoint.
+        out: the folder to create.
+        checkpoint: see `chosen_checkpoint`.
+        weights: see `export`.
+
+    Raises:
+        RunError: there is no checkpoint, or `out` exists or cannot be written.
+        CheckpointError: every checkpoint is damaged or incomplete.
+    """
+    _must_be_new(out)
+    loaded = chosen_checkpoint(run_or_folder, checkpoint)
+    with _new_folder(out) as folder:
+        save_dcp(_mapped(loaded, folder, tied=True, weights=weights), folder / "model")
+
+
+def _must_be_new(folder: Path) -> None:
+    if folder.exists():
         raise RunError(
             "export.folder_exists",
             "{folder} exists already and is not overwritten. Remove it, or name another folder.",
-            folder=out,
+            folder=folder,
         )
-    from paceline.run.model_folder import CARD, copy_settings, model_card
 
-    record, model = _hf_model(run)
-    loaded = chosen_checkpoint(run, checkpoint)
+
+@contextmanager
+def _new_folder(out: Path) -> Iterator[Path]:
+    """Create a temporary folder, whose folder `model` becomes `out` in the end."""
     try:
         with new_folder_beside(out) as folder:
-            whole = folder / "all-weights"
-            _write(loaded, whole, tied=False, weights=weights)
-            with safe_open(whole, framework="pt") as file:  # maps the file, so the tensors take no memory
-                state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it is not a mapping
-            for alias, name in loaded.aliases.items():  # for tied tensors, transformers chooses which name to write
-                state[_bare(alias)] = state[_bare(name)]
-            _quiet()
-            model.to(next((tensor.dtype for tensor in state.values() if tensor.is_floating_point()), torch.float32))
             (folder / "model").mkdir(mode=0o700)
-            model.save_pretrained(folder / "model", state_dict=state, max_shard_size=HF_SHARD)
-            del state
-            copy_settings(record.job, folder / "model")
-            kept = weights or ("ema" if any(map(is_average, loaded.shared)) else "raw")
-            described = "moving average" if kept == "ema" else "after the last update"
-            write_whole(folder / "model" / CARD, model_card(record, loaded.step, described))
+            yield folder
             (folder / "model").rename(out)
             sync_folder(out.parent)
     except OSError as error:
@@ -116,6 +149,14 @@ def export_hf(run: Path, out: Path, checkpoint: str = NEWEST, weights: str | Non
             "{reason}. Name a folder that can be created, on a disk with enough space for two copies of the weights.",
             reason=text,
         ) from error
+
+
+def _mapped(loaded: Loaded, folder: Path, *, tied: bool, weights: str | None) -> dict[str, Tensor]:
+    """Write the model's tensors into a file, and return them mapped into memory."""
+    whole = folder / "all-weights"
+    _write(loaded, whole, tied=tied, weights=weights)
+    with safe_open(whole, framework="pt") as file:  # maps the file, so the tensors take no memory
+        return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it is not a mapping
 
 
 @contextmanager
@@ -226,14 +267,17 @@ class WeightSource(Protocol):
         """
 
 
-def weights_from(path: Path) -> TensorPieces:
+def weights_from(path: Path | str) -> TensorPieces:
     """Open a safetensors file or a Hugging Face folder, to read its tensors on access.
 
-    The tensors keep their names from the files.
+    The tensors keep their names from the files. `dcp:FOLDER` names a checkpoint of `torch.distributed.checkpoint`.
 
     Raises:
         JobError: there are no weights at `path`, or the files cannot be read.
     """
+    if str(path).startswith(DCP):
+        return open_dcp(Path(str(path).removeprefix(DCP)))
+    path = Path(path)
     files = _weight_files(path)
     entries: dict[str, TensorEntry] = {}
     for number, file in enumerate(files):
@@ -264,13 +308,15 @@ def fitted(source: TensorPieces, model: nn.Module) -> WeightSource:
             different shapes.
     """
     wanted = {name: list(tensor.shape) for name, tensor in model.state_dict().items()}
+    if isinstance(source, DcpPieces):
+        source = source.of_model(wanted)
     entries, unknown = _renamed(source, model, wanted)
     missing = [name for name in wanted if name not in entries]
     if missing and unknown and hasattr(model, "from_pretrained") and (source.files[0].parent / "config.json").exists():
         return _read_by_transformers(source, model)
     other = [(name, entry.shape, wanted[name]) for name, entry in entries.items() if entry.shape != wanted[name]]
     _refuse(source, missing, unknown, other)
-    return TensorPieces(entries, source.files)
+    return source.with_entries(entries)
 
 
 def load_weights(named: Mapping[str, Tensor], parts: Mapping[str, Part] | None, source: WeightSource) -> None:

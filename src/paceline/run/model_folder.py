@@ -14,6 +14,7 @@ import yaml
 from paceline.errors import PacelineError
 from paceline.files import read_text
 from paceline.job.job import Job
+from paceline.job.model import DCP
 from paceline.run.record.run import Run
 from paceline.storage.url import is_url
 from paceline.text import printable
@@ -249,7 +250,8 @@ def _read(file: Callable[[], T]) -> T | None:
 
 
 def _local(*paths: Path | str | None) -> list[Path]:
-    return [Path(path) for path in paths if path is not None and not is_url(path) and Path(path).exists()]
+    local = [Path(str(path).removeprefix(DCP)) for path in paths if path is not None and not is_url(path)]
+    return [path for path in local if path.exists()]
 
 
 def _has_tokenizer(folder: Path) -> bool:

@@ -82,9 +82,7 @@ class TensorPieces(Mapping[str, Tensor]):
                     shared = _overlap(box.full, box.shape, piece)
                     if shared is not None:
                         begin, shape = shared
-                        source = _narrow(
-                            self._stored(piece), [a - b for a, b in zip(begin, piece.offset, strict=True)], shape
-                        )
+                        source = self.block(piece, [a - b for a, b in zip(begin, piece.offset, strict=True)], shape)
                         _narrow(place, [a - b for a, b in zip(begin, box.full, strict=True)], shape).copy_(source)
                         filled += prod(shape)
         if filled != layout.numel:
@@ -97,8 +95,21 @@ class TensorPieces(Mapping[str, Tensor]):
                 name=name,
             )
 
+    def with_entries(self, entries: Mapping[str, TensorEntry]) -> TensorPieces:
+        """Return a mapping of other tensors in the same files."""
+        return TensorPieces(entries, self.files)
+
+    def block(self, piece: TensorPiece, begin: Sequence[int], shape: Sequence[int]) -> Tensor:
+        """Return a block of a piece.
+
+        Only the bytes of the block are read, because the tensor is mapped into memory.
+
+        Args:
+            begin: index, in the piece, of the first element of the block.
+        """
+        return _narrow(self._stored(piece), begin, shape)
+
     def _stored(self, piece: TensorPiece) -> Tensor:
-        """Return a piece as a memory-mapped tensor, of which only accessed bytes are read."""
         path = self.files[piece.shard]
         try:
             if piece.shard not in self._opened:

@@ -35,6 +35,7 @@ from paceline.errors import LaunchError
 from paceline.files import scratch_folder
 from paceline.job.data import FileSpec, Mixture
 from paceline.job.job import Job
+from paceline.job.model import DCP
 from paceline.rank_environment import KEY_FILE, RankEnvironment
 from paceline.storage.url import is_url
 from paceline.text import printable
@@ -107,7 +108,7 @@ def what_to_look_at(job: Job) -> Look:
         test: Any = job.data.test if isinstance(job.data.test, str) and job.data.kind not in _FACTORIES else None
         for path in (getattr(job.data, "path", None), getattr(job.data, "held_out_path", None), test):
             files += path if isinstance(path, tuple) else [path]
-    local = sorted({str(file) for file in files if file is not None and not is_url(file)})
+    local = sorted({str(file).removeprefix(DCP) for file in files if file is not None and not is_url(file)})
     return Look(sorted(modules), local, list(getattr(job.data, "suffixes", ())))
 
 
