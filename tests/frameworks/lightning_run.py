@@ -1,6 +1,6 @@
 """A script of Lightning with two ranks: `lightning_run.py FOLDER STRATEGY EPOCHS [CHECKPOINT]`; prints JSON by rank.
 
-STRATEGY is a name, or the arguments of PacelineStrategy as JSON.
+STRATEGY is a name, or the arguments of PacelineStrategy as JSON. With `items` in them, labels are ignored unevenly.
 """
 
 from __future__ import annotations
@@ -17,6 +17,10 @@ from torch.nn import functional as F
 from paceline.frameworks.lightning import PacelineStrategy
 
 folder, strategy, epochs, *checkpoint = sys.argv[1:]
+arguments: dict[str, Any] = json.loads(strategy) if strategy.startswith("{") else {}
+uneven = bool(arguments.pop("items", None))
+if uneven:
+    arguments["items"] = lambda batch: (batch[1] != -100).sum()
 warnings.filterwarnings("ignore")
 
 
@@ -52,17 +56,23 @@ def fingerprint(model: torch.nn.Module) -> float:
 
 pl.seed_everything(0, verbose=False)
 inputs = torch.randn(2048, 64)
-data = torch.utils.data.TensorDataset(inputs, (inputs @ torch.randn(64, 10)).argmax(1))
+labels = (inputs @ torch.randn(64, 10)).argmax(1)
+if uneven:
+    labels[torch.arange(2048) % 64 % 13 < torch.arange(2048) % 2 * 9] = -100
+data = torch.utils.data.TensorDataset(inputs, labels)
 trainer = pl.Trainer(
-    strategy=PacelineStrategy(**json.loads(strategy)) if strategy.startswith("{") else strategy,
+    strategy=PacelineStrategy(**arguments) if arguments else strategy,
     accelerator="cpu",
     devices=2,
+    accumulate_grad_batches=3 if uneven else 1,
+    gradient_clip_val=0.3 if uneven else None,
     max_epochs=int(epochs),
     logger=False,
     enable_progress_bar=False,
     enable_model_summary=False,
     default_root_dir=folder,
 )
+torch.manual_seed(1)
 model = Net()
 loaders = [torch.utils.data.DataLoader(data, size, shuffle=False) for size in (32, 512)]
 trainer.fit(model, *loaders, ckpt_path=checkpoint[0] if checkpoint else None)

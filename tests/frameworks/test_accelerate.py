@@ -90,6 +90,41 @@ def test_the_trainer_of_transformers_trains_so_too(ranks: Ranks, tmp_path: Path)
     assert coded != shared
 
 
+def uneven_trainer(ranks: int, folder: str) -> float:
+    """Train on rows with few and many labels; return the sum of the weights."""
+    from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+
+    torch.manual_seed(0)
+    sizes: Any = {"vocab_size": 64, "n_positions": 32, "n_embd": 64, "n_layer": 2, "n_head": 2}
+    model = GPT2LMHeadModel(GPT2Config(**sizes, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0))
+    rows = []
+    for first in range(64):
+        ids = torch.arange(first, first + 32).remainder(64)
+        rows.append({"input_ids": ids, "labels": torch.where(torch.arange(32) < 31 * (first % 2), -100, ids)})
+    arguments = TrainingArguments(
+        folder,
+        per_device_train_batch_size=8 // ranks,
+        gradient_accumulation_steps=2,
+        max_steps=6,
+        optim="sgd",
+        learning_rate=0.5,
+        train_sampling_strategy="sequential",
+        use_cpu=True,
+        report_to=[],
+        save_strategy="no",
+        disable_tqdm=True,
+    )
+    Trainer(model=model, args=arguments, train_dataset=rows).train()
+    return sum(float(p.detach().double().abs().sum()) for p in model.parameters())
+
+
+def test_the_trainer_weighs_every_label_of_all_ranks_equally(ranks: Ranks, tmp_path: Path) -> None:
+    alone, (two, same) = (
+        ranks(count, uneven_trainer, count, str(tmp_path), backend="shm", deadline_s=150) for count in (1, 2)
+    )
+    assert two == same == pytest.approx(alone[0], rel=1e-6)
+
+
 def test_what_is_no_accelerator_and_a_codec_that_nobody_knows_are_refused() -> None:
     with raises(PlanError, "plan.compress_refused", text="int9"):
         code_gradients(None, "int9")

@@ -9,6 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch.nn import functional as F
+from torch.utils.data import DistributedSampler
 
 PYTHON = Path(__file__).parents[2] / "build" / "frameworks" / "bin" / "python"
 pytestmark = [pytest.mark.slow, pytest.mark.needs_frameworks]
@@ -70,3 +73,31 @@ def test_a_local_rule_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
 def test_a_mistake_is_told_before_anything_is_started(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match='unknown codec "int9"'):
         fitted(tmp_path / "wrong", {"codec": "int9"})
+
+
+def test_items_give_the_gradient_of_the_mean_over_the_labels_of_all_ranks_and_accumulated_batches(
+    tmp_path: Path,
+) -> None:
+    found = fitted(tmp_path / "items", {"items": True}, epochs=1)
+    torch.manual_seed(0)
+    inputs = torch.randn(2048, 64)
+    labels = (inputs @ torch.randn(64, 10)).argmax(1)
+    labels[torch.arange(2048) % 64 % 13 < torch.arange(2048) % 2 * 9] = -100
+    torch.manual_seed(1)
+    net = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.ReLU(), torch.nn.Linear(256, 10))
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    # Lightning's own order; a step has three batches of 32 samples of each rank
+    rows: Any = range(2048)
+    of_ranks = [list[int](DistributedSampler(rows, 2, rank)) for rank in range(2)]
+    for batch in torch.tensor(of_ranks).T.flatten().split(3 * 64):
+        F.cross_entropy(net(inputs[batch]), labels[batch]).backward()
+        torch.nn.utils.clip_grad_norm_(net.parameters(), 0.3)
+        optimizer.step()
+        optimizer.zero_grad()
+    end = sum(float(p.detach().double().sum()) for p in net.parameters())
+    assert [rank["end"] for rank in found] == pytest.approx([end, end], rel=1e-6)
+
+
+def test_items_are_refused_with_local_steps(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match="items weighs"):
+        fitted(tmp_path / "wrong", {"items": True, "sync": "local:8"})

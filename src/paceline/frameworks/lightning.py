@@ -9,11 +9,14 @@ import importlib
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
+from paceline.device import widest_float
 from paceline.errors import PlanError
 from paceline.frameworks.pytorch import LocalSteps, check_sync, cpu_backend, register_codec
 
@@ -35,6 +38,9 @@ class PacelineStrategy(_strategies.DDPStrategy):  # type: ignore[name-defined]
         codec: codec for gradients (see `CodecState`) or for DiLoCo's pseudo-gradients; None disables compression.
         sync: `allreduce`, or a local rule as in a plan: `local:8`, `diloco:30`. With a local rule, validation and
             checkpoints use the synchronized parameters.
+        items: function of a batch that returns the number of items over which `training_step` averages its loss, such
+            as labels that are not ignored. The gradient is then that of the mean over the items of all ranks and all
+            accumulated batches. None: every batch of every rank has the same weight, as in `DDPStrategy`.
         options: options of `DDPStrategy`.
 
     Raises:
@@ -43,11 +49,26 @@ class PacelineStrategy(_strategies.DDPStrategy):  # type: ignore[name-defined]
 
     strategy_name = "paceline"
 
-    def __init__(self, codec: str | None = None, sync: str = "allreduce", **options: Any) -> None:
+    def __init__(
+        self,
+        codec: str | None = None,
+        sync: str = "allreduce",
+        items: Callable[[Any], float | Tensor] | None = None,
+        **options: Any,
+    ) -> None:
         check_sync(sync, codec)
+        if items is not None and sync != "allreduce":
+            raise PlanError(
+                "frameworks.items_of_local_steps",
+                "items weighs the batches of all ranks in one step, but the ranks of sync={sync} step by themselves. "
+                "Leave out items or sync.",
+                sync=sync,
+            )
         self._process_group_backend: str | None
         super().__init__(**options)
-        self.codec, self.sync = codec, sync
+        self.codec, self.sync, self.items = codec, sync, items
+        self._batch_items: float | Tensor = 0.0
+        self._step_items: float | Tensor = 0.0
         self._steps: LocalSteps | None = None
         self._loaded: dict[str, Any] = {}
         self._shared_parameters = ExitStack()
@@ -85,6 +106,41 @@ class PacelineStrategy(_strategies.DDPStrategy):  # type: ignore[name-defined]
                 sync=self.sync,
                 optimizers=len(self.optimizers),
             )
+        if self.items is not None and not self.lightning_module.automatic_optimization:
+            raise PlanError(
+                "frameworks.items_of_manual_steps",
+                "items needs automatic optimization, because the gradient is divided before the optimizer's step. "
+                "Leave out items, or set automatic_optimization = True.",
+            )
+
+    # Normalization over the items of all ranks
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Compute the loss of a batch, and count the batch's items."""
+        if self.items is not None:
+            self._batch_items = self.items(args[0])
+        return super().training_step(*args, **kwargs)
+
+    def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Accumulate a gradient; with `items`, that of the sum over the batch's items."""
+        if self.items is None:
+            return super().backward(closure_loss, *args, **kwargs)  # type: ignore[no-any-return]
+        self._step_items = self._step_items + self._batch_items
+        # Lightning has divided the loss by the number of accumulated batches
+        weight = self._batch_items * self.lightning_module.trainer.accumulate_grad_batches
+        super().backward(closure_loss * weight, *args, **kwargs)
+        return closure_loss.detach()
+
+    def _divided(self, closure: Callable[[], Any]) -> Any:
+        """Compute a step's gradients, and divide them by the items of all ranks."""
+        output = closure()
+        items = torch.as_tensor(self._step_items, dtype=widest_float(self.root_device), device=self.root_device)
+        dist.all_reduce(items)
+        self._step_items = 0.0
+        gradients = [p.grad for p in self.lightning_module.parameters() if p.grad is not None]
+        # DDP has averaged over the ranks
+        torch._foreach_mul_(gradients, self.world_size / items.item())
+        return output
 
     def optimizer_step(
         self,
@@ -94,6 +150,7 @@ class PacelineStrategy(_strategies.DDPStrategy):  # type: ignore[name-defined]
         **options: Any,
     ) -> Any:
         """Take an optimizer step, then let the local rule synchronize the parameters."""
+        closure = closure if self.items is None else partial(self._divided, closure)
         output = super().optimizer_step(optimizer, closure, model, **options)
         if self._steps is not None:
             self._steps.stepped()
