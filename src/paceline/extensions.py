@@ -6,6 +6,7 @@ A description is a small object without heavy imports. It contains the import pa
 from __future__ import annotations
 
 import importlib
+import logging
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from importlib.metadata import EntryPoint, entry_points
@@ -123,6 +124,8 @@ def optional_package(module: str, package: str, extra: str = "data") -> ModuleTy
     Raises:
         DataError: the package is not installed.
     """
+    if package == "transformers":
+        quiet_transformers()
     try:
         return importlib.import_module(module)
     except ImportError as error:
@@ -133,3 +136,9 @@ def optional_package(module: str, package: str, extra: str = "data") -> ModuleTy
             extra=extra,
             error=error,
         ) from error
+
+
+def quiet_transformers() -> None:
+    """Silence what torchao logs when transformers imports it: kernels that this machine lacks, and deprecations."""
+    for noisy in ("torchao", "torch.utils._pytree"):
+        logging.getLogger(noisy).setLevel(logging.ERROR)

@@ -146,7 +146,7 @@ def warm_up_for(job: Job, plan: Plan) -> None:
     if run_rank := sync_info(plan.sync).run_rank:
         modules.append(run_rank.partition(":")[0])
     if job.model.hf:
-        modules.append("transformers.modeling_utils")
+        modules += ["paceline.job.zoo.huggingface", "transformers.modeling_utils"]  # the first silences the second
     warm_up(*modules)
 
 

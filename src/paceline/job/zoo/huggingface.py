@@ -6,7 +6,6 @@ No code and no weights are downloaded.
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,6 +18,7 @@ from pydantic import Field, PositiveInt
 from torch import Tensor, nn
 
 from paceline.errors import JobError
+from paceline.extensions import quiet_transformers
 from paceline.job.zoo.models import CIFAR_FEATURES, cifar_convolutions
 from paceline.job.zoo.packed import numbered
 from paceline.text import nearest
@@ -26,6 +26,8 @@ from paceline.text import nearest
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
+
+quiet_transformers()
 
 _AUTO_CLASSES = {
     "causal_lm": "AutoModelForCausalLM",
@@ -278,8 +280,6 @@ def _transformers() -> ModuleType:
             "this model needs the transformers library. Run: pip install 'paceline[hf]' ({error})",
             error=error,
         ) from None
-    for noisy in ("torchao", "torch.utils._pytree"):  # warnings when transformers imports torchao
-        logging.getLogger(noisy).setLevel(logging.ERROR)
     # the warnings of transformers about token ids and weights concern pretrained models
     transformers.logging.set_verbosity_error()
     return transformers
