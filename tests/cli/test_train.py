@@ -56,7 +56,7 @@ def test_every_mistake_in_a_job_is_named_with_its_line_and_the_nearest_key(tmp_p
     [
         (
             {"model": {"hf": "config.json", "task": "causal_lm"}},
-            r"job\.yaml, line 3: model\.hf: no such file: .*/config\.json",
+            r"job\.yaml, line 3: model\.hf: no such file or folder: .*/config\.json",
         ),
         ({"model": "nets.py:net"}, r"job\.yaml, line 2: model\.factory: no such file: .*/nets\.py"),
         ({"global_batch": 0}, r"global_batch should be at least 1, got 0"),

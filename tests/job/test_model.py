@@ -348,7 +348,8 @@ def test_without_transformers_the_error_says_how_to_get_it(monkeypatch: pytest.M
         ({}, "model.source_ambiguous"),
         ({"zoo": "mlp", "factory": "a:b"}, "model.source_ambiguous"),
         ({"hf": __file__}, "model.task_missing"),
-        ({"zoo": "mlp", "task": "causal_lm"}, "model.task_missing"),
+        ({"zoo": "mlp", "task": "causal_lm"}, "model.only_with_hf"),
+        ({"zoo": "mlp", "dtype": "bf16"}, "model.only_with_hf"),
     ],
 )
 def test_a_model_has_exactly_one_source(values: dict[str, Any], code: str) -> None:

@@ -244,8 +244,11 @@ def test_a_tied_parameter_is_matched_by_any_of_its_names() -> None:
     model = nn.ModuleDict({"tokens": nn.Embedding(5, 4), "head": nn.Linear(4, 5, bias=False)})
     model["head"].weight = model["tokens"].weight
     job = Job(
-        model={"factory": "torch.nn:Linear", "args": {"in_features": 2, "out_features": 2}},
-        freeze=["weight"],
+        model={
+            "factory": "torch.nn:Linear",
+            "args": {"in_features": 2, "out_features": 2},
+            "freeze": ["weight"],
+        },
         data="digits",
         loss="mse",
         optimizer={"name": "sgd", "no_decay": "bias"},

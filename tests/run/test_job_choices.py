@@ -43,6 +43,10 @@ def choices(**changes: Any) -> Job:
     return small_job(**(values | changes))
 
 
+def frozen(pattern: str) -> dict[str, Any]:
+    return {"factory": "small_jobs:plain", "freeze": pattern}
+
+
 def test_a_run_with_all_of_them_that_was_stopped_goes_on_bit_for_bit(tmp_path: Path, ranks: Ranks) -> None:
     runs = {"undisturbed": (20,), "resumed": (8, 20)}
     for name, stops in runs.items():
@@ -140,7 +144,7 @@ def test_an_average_is_that_of_the_formula_also_of_weights_that_are_updated_late
 
 
 def test_frozen_parameters_stay_as_they_were(tmp_path: Path) -> None:
-    run = train_here(tmp_path / "run", choices(freeze="0", optimizer="RMSprop", stop={"steps": 3}))
+    run = train_here(tmp_path / "run", choices(model=frozen("0"), optimizer="RMSprop", stop={"steps": 3}))
     whole = train_here(tmp_path / "start", small_job(stop={"steps": 1}, optimizer={"name": "sgd", "lr": 1e-30}))
     tensors = []
     for own in (run, whole):
@@ -150,15 +154,15 @@ def test_frozen_parameters_stay_as_they_were(tmp_path: Path) -> None:
     assert not torch.equal(tensors[0]["2.weight"], tensors[1]["2.weight"])
 
 
-@pytest.mark.parametrize("frozen", ["0", "2"])
-def test_a_stage_without_trained_parameters_is_exact(frozen: str) -> None:
-    job = choices(optimizer="RMSprop", freeze=frozen, clip_value=None, clip_norm=0.01)
+@pytest.mark.parametrize("pattern", ["0", "2"])
+def test_a_stage_without_trained_parameters_is_exact(pattern: str) -> None:
+    job = choices(optimizer="RMSprop", model=frozen(pattern), clip_value=None, clip_norm=0.01)
     assert paceline.check(job, "pp=2 microbatches=2 precision=fp64", steps=2).holds
 
 
 # the first stage of a pipeline has no trained parameters, and classes count differently
 WEIGHTED: dict[str, Any] = {
-    "freeze": "0",
+    "model": {"factory": "small_jobs:plain", "freeze": "0"},
     "loss": {"name": "cross_entropy", "args": {"weight": [1.0, 2.0, 5.0], "label_smoothing": 0.1}},
     "clip_norm": 0.05,
     "optimizer": {"name": "adam", "lr": 0.05},
@@ -167,7 +171,8 @@ WEIGHTED: dict[str, Any] = {
 
 def test_class_weights_and_frozen_parameters_train_as_in_a_plain_loop(tmp_path: Path) -> None:
     seen = []
-    job = small_job(**WEIGHTED, model=Seeded, precision="fp64", partition={"shuffle": False}, stop={"steps": 9})
+    changes = WEIGHTED | {"model": {"factory": Seeded, "freeze": "0"}}
+    job = small_job(**changes, precision="fp64", partition={"shuffle": False}, stop={"steps": 9})
     run = train_here(tmp_path / "run", job)
     model, data = Seeded().double(), Points()
     model.body[0].requires_grad_(False)

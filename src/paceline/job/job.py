@@ -27,7 +27,6 @@ from paceline.job.loss import LossSpec, MetricSpec
 from paceline.job.model import ModelSpec
 from paceline.job.optimizer import OptimizerSpec
 from paceline.job.overrides import Overrides, override
-from paceline.job.parameters import Patterns
 from paceline.job.partition import PartitionSpec
 from paceline.job.schedule import ScheduleSpec
 from paceline.job.spec import Args, Spec, import_path_of, read_sections, with_sections
@@ -43,6 +42,7 @@ _LOSSES_OF_TOKENS = ("cross_entropy", "model", "CrossEntropyLoss")
 Precision = Literal["fp32", "bf16", "fp16", "fp64"]
 _ACCUMULATION = 'Did you mean "gradient_accumulation_steps", at the top of the job?'
 _HINTS = {
+    "freeze": "The patterns of frozen parameters belong to the model: `model: {…, freeze: [embed]}`.",
     "tokenizer": "Text with a tokenizer is kind: tokens, which also needs the key context.",
     "accumulate": _ACCUMULATION,
     "accumulate_steps": _ACCUMULATION,
@@ -116,7 +116,6 @@ class Job(Spec):
     name: str = Field("job", pattern=r"^[A-Za-z0-9._-]+$")
     task: Task | None = None  # gives the loss its default, and refuses data of another task
     model: ModelSpec
-    freeze: Patterns = ()  # parameters that are not trained
     data: DataSpec
     loss: LossSpec
     metrics: tuple[MetricSpec, ...] = ()
@@ -147,7 +146,7 @@ class Job(Spec):
 
     def __repr__(self) -> str:
         """Summarize name, model, data, optimizer, global batch and stop rule; `to_yaml` returns all keys."""
-        model = self.model.zoo or self.model.factory or (self.model.hf and self.model.hf.name) or "transformer"
+        model = self.model.zoo or self.model.factory or str(self.model.hf or "transformer")
         optimizer, stop = self.optimizer, self.stop.model_dump(exclude_defaults=True)
         until = ", ".join(f"{key}={value}" for key, value in stop.items())
         what = f"{model.rpartition('/')[2]} on {self.data.kind}, {optimizer.name}"
@@ -211,16 +210,6 @@ class Job(Spec):
                 task=task,
                 of_model=self.model.task,
             )
-        return self
-
-    @model_validator(mode="after")
-    def _freeze_parameters(self) -> Job:
-        if self.freeze and self.model.transformer is not None:
-            raise InvalidValue(
-                "job.freeze_without_code",
-                "freeze names parameters of a model, but model.transformer gives only dimensions",
-            )
-        object.__setattr__(self, "model", self.model.freezing(self.freeze))
         return self
 
     @model_validator(mode="after")
@@ -350,26 +339,29 @@ class Job(Spec):
         return self.optimizer.state_tensors + (self.ema is not None)
 
     def fetch(self) -> dict[str, str]:
-        """Download data and weights that a URL names, unless this host has the current version.
+        """Download what URLs name: data, the model's folder and weights.
+
+        Nothing is downloaded if this host has the current version.
 
         The returned environment variables make the ranks on all hosts read exactly the fetched versions.
 
         Raises:
             DataError: the URL of the data has no files, or the files cannot be read or stored. The message names the
                 URL and the remedy.
-            JobError: the URL of the weights has no files, or the files cannot be read or stored.
+            JobError: the URL of the model or the weights has no files, or the files cannot be read or stored.
         """
         environment = self.data.fetch()
-        if not is_url(self.model.weights):
-            return environment
-        from paceline.storage.store import fetched, version_of  # imports fsspec, which few jobs need
-
-        try:
-            version = version_of(fetched(self.model.weights))
-        except StorageError as error:
-            raise JobError("model.weights_invalid", "model.weights: {error}", error=error) from error
         versions = json.loads(environment.get(DATA_VERSIONS, "{}"))
-        return {DATA_VERSIONS: json.dumps({**versions, self.model.weights: version})}
+        for key, url in (("hf", self.model.hf), ("weights", self.model.weights)):
+            if not is_url(url):
+                continue
+            from paceline.storage.store import fetched, version_of  # imports fsspec, which few jobs need
+
+            try:
+                versions[url] = version_of(fetched(url))
+            except StorageError as error:
+                raise JobError("model.weights_invalid", "model.{key}: {error}", key=key, error=error) from error
+        return {DATA_VERSIONS: json.dumps(versions)} if versions else environment
 
     @classmethod
     def load(cls, file: str | Path, *, set: Overrides = ()) -> Job:

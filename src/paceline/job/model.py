@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 
-from pydantic import Field, PrivateAttr, ValidationInfo, field_validator, model_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from paceline.errors import InvalidValue, JobError
 from paceline.job.data import DataPath
 from paceline.job.known import must_find_model
-from paceline.job.parameters import matching, names_of
+from paceline.job.parameters import Patterns, matching, names_of
 from paceline.job.spec import Args, Spec, resolve_import_path
 from paceline.storage.url import is_url
 
@@ -31,25 +32,29 @@ class ModelSpec(Spec):
     - `model: mlp` or `model: {zoo: gpt, args: {layers: 4}}` names a built-in model.
     - `model: pkg.mod:factory` or `./my_model.py:factory` names a callable that accepts `args` as keyword arguments and
       returns an `nn.Module`.
-    - `{hf: config.json, task: causal_lm}` names a Hugging Face configuration. The weights are initialised randomly, and
-      nothing is downloaded. `args` override values of the configuration.
+    - `{hf: FOLDER}` names a Hugging Face folder, whose configuration and safetensors weights are used. `{hf:
+      FOLDER/config.json}` names only the configuration, so the weights are initialised randomly. `task` defaults from
+      the `architectures` of the configuration, and `args` override its values. `dtype` is the type in which the
+      weights are held, and `attention` the implementation of attention. Nothing is downloaded from a hub.
     - `{transformer: {layers: 80, hidden: 8192, heads: 64, seq: 4096, vocab: 128256}}` gives only the dimensions of a
       model, which are sufficient for planning but not for training.
 
     `weights` is the path or URL of the initial weights: a safetensors file, or a folder in Hugging Face's layout.
-    `dcp:FOLDER` is a local checkpoint of `torch.distributed.checkpoint`. Without `weights`, the weights are initialised
-    randomly.
+    `dcp:FOLDER` is a local checkpoint of `torch.distributed.checkpoint`. Without `weights`, the weights come from the
+    folder that `hf` names, or are initialised randomly. Parameters that match a pattern of `freeze` are not trained.
     """
 
     short: ClassVar[str | None] = "zoo"
     zoo: str | None = None
     factory: str | None = None
-    hf: Path | None = None
+    hf: DataPath | None = None
     transformer: Dimensions | None = None
     task: Task | None = None
+    dtype: Literal["fp32", "bf16"] | None = None
+    attention: Literal["eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3"] | None = None
     weights: DataPath | None = None
+    freeze: Patterns = ()
     args: Args = Field(default_factory=dict)
-    _frozen: tuple[str, ...] = PrivateAttr(())
 
     @model_validator(mode="before")
     @classmethod
@@ -71,29 +76,53 @@ class ModelSpec(Spec):
             return value
         form, value = (DCP, str(value)[len(DCP) :]) if str(value).startswith(DCP) else ("", value)
         path = Path((info.context or {}).get("base", Path.cwd()) / Path(value).expanduser()).resolve()
-        if not (path.is_file() if info.field_name == "hf" else path.exists()):
-            raise InvalidValue(
-                "model.file_missing",
-                "no such file{or_folder}: {path}",
-                or_folder="" if info.field_name == "hf" else " or folder",
-                path=path,
-            )
+        if not path.exists():
+            raise InvalidValue("model.file_missing", "no such file or folder: {path}", path=path)
         return f"{form}{path}" if form else path
 
     @model_validator(mode="after")
     def _exactly_one_source(self) -> ModelSpec:
         if sum(x is not None for x in (self.zoo, self.factory, self.hf, self.transformer)) != 1:
             raise InvalidValue("model.source_ambiguous", "exactly one of zoo, factory, hf and transformer is needed")
-        if (self.hf is None) != (self.task is None):
+        of_hf = [key for key in ("task", "dtype", "attention") if getattr(self, key) is not None]
+        if self.hf is None and of_hf:
             raise InvalidValue(
-                "model.task_missing",
-                "hf needs a task, and only hf can have one, e.g. {{hf: config.json, task: causal_lm}}",
+                "model.only_with_hf",
+                "only a model with hf can have {keys}, e.g. {{hf: FOLDER, {key}: {value}}}",
+                keys=of_hf,
+                key=of_hf[0],
+                value=getattr(self, of_hf[0]),
             )
-        if self.transformer is not None and (self.weights is not None or self.args):
+        if self.transformer is not None and (self.weights is not None or self.args or self.freeze):
             raise InvalidValue(
                 "model.transformer_with_weights",
-                "transformer cannot have weights or args, because only the dimensions of its model are known",
+                "transformer cannot have weights, freeze or args, because only the dimensions of its model are known",
             )
+        return self
+
+    @model_validator(mode="after")
+    def _complete_folder(self) -> ModelSpec:
+        """Check the folder, and read the task from its configuration."""
+        if self.hf is None or is_url(self.hf):  # a URL is fetched later
+            config = None
+        else:
+            config = _config_in(self.hf)
+            if self.weights is None and self.hf.is_dir():
+                _must_have_weights(self.hf)
+        if self.hf is not None and self.task is None:
+            architectures = _architectures(config) if config is not None else ()
+            tasks = {task for name in architectures if (task := _task_of(name)) is not None}
+            if len(tasks) != 1:
+                raise InvalidValue(
+                    "model.task_missing",
+                    "{hf} does not state one known task ({architectures}). Name it, e.g. {{hf: {name}, task: "
+                    "causal_lm}}. Known tasks: {tasks}",
+                    hf=self.hf,
+                    architectures=f"architectures: {', '.join(architectures)}" if architectures else "no architectures",
+                    name=Path(self.hf).name,
+                    tasks=get_args(Task),
+                )
+            object.__setattr__(self, "task", tasks.pop())
         return self
 
     def must_be_at_hand(self) -> None:
@@ -106,25 +135,36 @@ class ModelSpec(Spec):
             raise JobError(
                 "model.dimensions_only",
                 "model.transformer gives only dimensions, which can be planned but not trained. To train, name a model "
-                "that can be built: {{hf: config.json, task: causal_lm}} for a Hugging Face configuration with these "
-                "dimensions, or {{zoo: gpt, args: {{layers: …, hidden: …, heads: …, context: …, vocab: …}}}}",
+                "that can be built: {{hf: FOLDER}} for a Hugging Face folder, {{hf: config.json, task: causal_lm}} for "
+                "a Hugging Face configuration with these dimensions, or {{zoo: gpt, args: {{layers: …, hidden: …, "
+                "heads: …, context: …, vocab: …}}}}",
             )
 
-    @property
-    def frozen(self) -> tuple[str, ...]:
-        """Patterns of the parameters that are not trained: the job's `freeze`."""
-        return self._frozen
+    def config_file(self) -> Path:
+        """Return the local path of the configuration, which is fetched from a URL if needed."""
+        path = _at_hand(self.hf)
+        assert path is not None, "only a model with hf has a configuration"
+        return path / _CONFIG if path.is_dir() else path
 
-    def freezing(self, patterns: tuple[str, ...]) -> ModelSpec:
-        """Return a copy of this spec in which parameters that match the patterns are frozen."""
-        spec = self.model_copy()
-        spec._frozen = patterns
-        return spec
+    @property
+    def folder(self) -> Path | None:
+        """Local folder with the configuration, the tokenizer and generation settings; None without `hf`."""
+        return None if self.hf is None else self.config_file().parent
+
+    def weights_path(self) -> Path | None:
+        """Return the initial weights, as `weights_from` takes them; None if they are random.
+
+        A URL is fetched if it is not cached.
+        """
+        if self.weights is not None:
+            return _at_hand(self.weights)
+        path = _at_hand(self.hf)
+        return path if path is not None and path.is_dir() else None
 
     def build(self) -> nn.Module:
         """Build the model on the CPU, initialised from torch's current random state.
 
-        Parameters that the job freezes have `requires_grad=False`.
+        Parameters that match `freeze` have `requires_grad=False`.
 
         Raises:
             JobError: the zoo model is unknown (the message names the nearest), an import fails, the arguments are
@@ -135,9 +175,9 @@ class ModelSpec(Spec):
         from paceline.job.zoo import build_model
 
         model = build_model(self)
-        if self.frozen:
+        if self.freeze:
             held = dict(model.named_parameters())
-            for name in matching("freeze", self.frozen, names_of(model)):
+            for name in matching("model.freeze", self.freeze, names_of(model)):
                 held[name].requires_grad_(False)
         return model
 
@@ -151,6 +191,77 @@ class ModelSpec(Spec):
         from paceline.job.zoo import input_shape
 
         return input_shape(self)
+
+
+_CONFIG = "config.json"
+_WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
+_PICKLED = ("*.bin", "*.bin.index.json", "*.pt", "*.pth", "*.ckpt")
+# end of the name of an architecture in transformers, and its task
+_TASKS: dict[str, Task] = {
+    "ForCausalLM": "causal_lm",
+    "LMHeadModel": "causal_lm",
+    "ForMaskedLM": "masked_lm",
+    "ForImageClassification": "image_classification",
+    "ForSequenceClassification": "sequence_classification",
+    "ForTokenClassification": "token_classification",
+}
+
+
+def _at_hand(path: Path | str | None) -> Path | None:
+    if not is_url(path):
+        return None if path is None else Path(path)
+    from paceline.storage.store import at_hand  # imports fsspec, which few jobs need
+
+    return at_hand(path)
+
+
+def _config_in(path: Path) -> Path:
+    if not path.is_dir():
+        return path
+    if not (path / _CONFIG).is_file():
+        raise InvalidValue(
+            "model.folder_without_config",
+            "{folder} is not the folder of a Hugging Face model, because it has no {config}",
+            folder=path,
+            config=_CONFIG,
+        )
+    return path / _CONFIG
+
+
+def _must_have_weights(folder: Path) -> None:
+    if any((folder / name).is_file() for name in _WEIGHTS):
+        return
+    if pickled := sorted(file.name for pattern in _PICKLED for file in folder.glob(pattern)):
+        raise InvalidValue(
+            "model.weights_pickled",
+            "{folder} has its weights only as {file}, a pickle, which can run code when it is read. Convert the "
+            "weights once, in an environment that you trust: model.save_pretrained(FOLDER) of transformers writes "
+            "safetensors.",
+            folder=folder,
+            file=pickled[0],
+        )
+    raise InvalidValue(
+        "model.folder_without_weights",
+        "{folder} has no weights ({names}). To start from random weights, name {config} itself. To start from other "
+        "weights, set model.weights.",
+        folder=folder,
+        names=" or ".join(_WEIGHTS),
+        config=folder / _CONFIG,
+    )
+
+
+def _architectures(config: Path) -> list[str]:
+    try:
+        found = json.loads(config.read_bytes())["architectures"]
+    except (OSError, ValueError, KeyError, TypeError):  # `build` explains what is wrong with the file
+        return []
+    return [name for name in found if isinstance(name, str)] if isinstance(found, list) else []
+
+
+def _task_of(architecture: str) -> Task | None:
+    if architecture.startswith(("T5For", "MT5For", "Bart", "MBart")) and "ConditionalGeneration" in architecture:
+        return "seq2seq_lm"
+    return next((task for end, task in _TASKS.items() if architecture.endswith(end)), None)
 
 
 # letters that `pattern` may contain

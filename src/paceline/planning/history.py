@@ -212,9 +212,7 @@ def work_of(job: Job) -> str:
 
     These fields are the model, data, loss, optimizer, batch and precision.
     """
-    return short_hash(
-        work_facts(job, ("model", "freeze", "data", "loss", "optimizer", "global_batch", "precision"))["job"]
-    )
+    return short_hash(work_facts(job, ("model", "data", "loss", "optimizer", "global_batch", "precision"))["job"])
 
 
 def hardware_of(cluster: Cluster) -> list[object]:
@@ -261,7 +259,6 @@ def _kind_of_text(text: str) -> str:
 # keys of a job that determine what a step computes
 WORK = (
     "model",
-    "freeze",
     "data",
     "loss",
     "optimizer",
@@ -324,6 +321,7 @@ def digests(values: Any) -> Iterator[str]:
             yield from digests(value)
     elif isinstance(values, str):
         file = Path(values.rpartition(":")[0] or values)
+        file = file / "config.json" if file.is_dir() else file
         if file.suffix in (".py", ".json") and file.is_file():
             yield hashlib.sha256(file.read_bytes()).hexdigest()
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -27,7 +26,6 @@ from paceline.planning.plan import DATA_AXES, Plan
 from paceline.run.convert import WeightSource, fitted, load_weights, weights_from
 from paceline.split.layout import Part, ShardLayout, predicted_bytes
 from paceline.split.mesh import Mesh
-from paceline.storage.url import is_url
 
 if TYPE_CHECKING:
     from paceline.run.record.run import Run
@@ -165,13 +163,9 @@ def _load_whole(model: nn.Module, source: WeightSource) -> None:
 
 
 def _published(job: Job, model: nn.Module | DeferredModel) -> WeightSource | None:
-    if job.model.weights is None:
+    weights = job.model.weights_path()
+    if weights is None:
         return None
-    weights: Path | str = job.model.weights
-    if is_url(weights):
-        from paceline.storage.store import at_hand
-
-        weights = at_hand(weights)
     return fitted(weights_from(weights), model if isinstance(model, nn.Module) else model.model)
 
 

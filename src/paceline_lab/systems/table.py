@@ -104,8 +104,8 @@ def _refusal_of_tensorflow(job: Job) -> str | None:
         return "the loss would have to be written again for TensorFlow; here that is plain cross_entropy"
     if job.model.args.get("dropout"):
         return "its dropout draws other numbers than torch's"
-    if job.freeze:
-        return "freeze names parameters of a torch model"
+    if job.model.freeze:
+        return "model.freeze names parameters of a torch model"
     if job.clip_norm is not None:
         return "Keras clips the gradient of each replica before they are summed, which is another computation"
     name, decays = job.optimizer.name, bool(job.optimizer.weight_decay)

@@ -37,8 +37,9 @@ def build_model(spec: ModelSpec) -> nn.Module:
     if spec.zoo is not None:
         model = _built_in(spec.zoo)
         return model(**checked_args(f"model {spec.zoo}", model, spec.args))
-    if spec.hf is not None and spec.task is not None:
-        return from_config(spec.hf, spec.task, spec.args)
+    if spec.hf is not None:
+        assert spec.task is not None, "a model with hf always has a task"
+        return from_config(spec.config_file(), spec.task, spec.args, dtype=spec.dtype, attention=spec.attention)
     return _from_factory(str(spec.factory), spec.args)
 
 
@@ -49,7 +50,7 @@ def input_shape(spec: ModelSpec) -> tuple[int, ...] | None:
         JobError: the model is unknown, an import fails, or the arguments are wrong.
     """
     if spec.hf is not None and spec.task == "image_classification":
-        return image_shape(spec.hf, spec.args)
+        return image_shape(spec.config_file(), spec.args)
     if spec.factory is not None:  # imported here so that a missing package is reported before errors in the data
         load_object(spec.factory)
     if spec.zoo is None:

@@ -40,14 +40,20 @@ _AUTO_CLASSES = {
 
 _ATTENTION = ("eager", "sdpa", "flex_attention")
 _FLASH = {"flash_attention_2": "flash_attn", "flash_attention_3": "flash_attn_interface"}
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _EXPERTS = ("eager", "batched_mm", "grouped_mm")
 _FETCHING = ("trust_remote_code", "use_kernels", "use_pretrained_backbone")
 
 
-def from_config(file: Path, task: str, args: dict[str, Any]) -> nn.Module:
-    """Build a randomly initialised fp32 model for `task` from a Hugging Face configuration.
+def from_config(
+    file: Path, task: str, args: dict[str, Any], *, dtype: str | None = None, attention: str | None = None
+) -> nn.Module:
+    """Build a randomly initialised model for `task` from a Hugging Face configuration.
 
-    `args` override the file's values.
+    Args:
+        args: values that override those of the file.
+        dtype: type of the weights, `fp32` or `bf16`; None means `fp32`.
+        attention: implementation of attention; None lets transformers choose.
 
     Raises:
         JobError: transformers or the file is missing, the file is not a configuration, an argument is unknown, or the
@@ -57,9 +63,12 @@ def from_config(file: Path, task: str, args: dict[str, Any]) -> nn.Module:
     auto_class = getattr(_transformers(), _AUTO_CLASSES[task])
     # transformers follows this list if a model type has several classes for a task
     config.architectures = config.architectures or []
+    chosen = {} if attention is None else {"attn_implementation": attention}
     try:
-        # the plan determines the precision
-        model: nn.Module = auto_class.from_config(config, dtype=torch.float32, trust_remote_code=False)
+        # the plan determines the precision of the computation
+        model: nn.Module = auto_class.from_config(
+            config, dtype=_DTYPES[dtype or "fp32"], trust_remote_code=False, **chosen
+        )
     except ValueError as error:
         tasks = _AUTO_CLASSES.items()
         fitting = [t for t, auto in tasks if type(config) in getattr(_transformers(), auto)._model_mapping]

@@ -23,7 +23,7 @@ def check_optimizer(job: Job) -> None:
     optimizer, schedule = job.optimizer, job.schedule
     if job.model.transformer is not None:  # a model given by dimensions has no parameter names
         optimizer = optimizer.model_copy(update={"groups": (), "no_decay": ()})
-    by_name = bool(job.freeze or optimizer.groups or optimizer.no_decay)
+    by_name = bool(job.model.freeze or optimizer.groups or optimizer.no_decay)
     if optimizer.has_short_name and not optimizer.args and not by_name and not schedule.by_class:
         return
     _check(optimizer.model_dump_json(), schedule.model_dump_json(), model_info(job.model), job.stop.steps)
@@ -38,7 +38,7 @@ def _check(optimizer_json: str, schedule_json: str, info: ModelInfo, steps: int 
     trained = [shape for shape in info.parameters if shape.trainable]
     if not trained:
         raise JobError(
-            "model.all_frozen", "the model has no trainable parameters, because freeze matches all parameters"
+            "model.all_frozen", "the model has no trainable parameters, because model.freeze matches all parameters"
         )
     for dims in dict.fromkeys(len(shape.sizes) for shape in trained):
         if why := optimizer.refusal(dims):

@@ -146,7 +146,7 @@ def model_info(spec: ModelSpec) -> ModelInfo:
     Raises:
         JobError: the model cannot be built.
     """
-    return _model_info_of_json(spec.model_dump_json(), spec.frozen)
+    return _model_info_of_json(spec.model_dump_json())
 
 
 def model_info_of(model: nn.Module) -> ModelInfo:
@@ -180,8 +180,8 @@ def model_info_of(model: nn.Module) -> ModelInfo:
 
 
 @cache
-def _model_info_of_json(text: str, frozen: tuple[str, ...]) -> ModelInfo:
-    spec = ModelSpec.model_validate_json(text).freezing(frozen)
+def _model_info_of_json(text: str) -> ModelInfo:
+    spec = ModelSpec.model_validate_json(text)
     if spec.transformer is not None:
         return model_info_by_dimensions(spec.transformer)
     return model_info_of(without_memory(spec))
@@ -412,7 +412,7 @@ def undivided_attention(job: Job, tp: int) -> PlanProblem | None:
 
 
 def _traced(job: Job) -> TracedModel:
-    return _MODELS.setdefault(job.model_dump_json(include={"model", "data", "loss", "freeze"}), TracedModel(job))
+    return _MODELS.setdefault(job.model_dump_json(include={"model", "data", "loss"}), TracedModel(job))
 
 
 class TracedModel:

@@ -1,0 +1,181 @@
+"""A job that starts from a Hugging Face folder computes what transformers computes from this folder."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from commands import write_job
+from paceline.errors import JobError
+from paceline.job.job import Job
+from paceline.job.model import ModelSpec
+from paceline.run.build import load_published
+from paceline.run.convert import export
+from ranks import Ranks
+from refusals import raises
+from small_jobs import new_run, train_as_rank
+
+VOCAB, TOKENS = 48, 16
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+}
+GROUPED = {**SIZES, "num_key_value_heads": 2}
+# architecture: (settings of the configuration, task that the architecture implies)
+FAMILIES: dict[str, tuple[dict[str, Any], str]] = {
+    "LlamaForCausalLM": (GROUPED, "causal_lm"),
+    "Qwen2ForCausalLM": ({**GROUPED, "tie_word_embeddings": True}, "causal_lm"),
+    "Qwen3ForCausalLM": ({**GROUPED, "head_dim": 8, "tie_word_embeddings": True}, "causal_lm"),
+    "GemmaForCausalLM": ({**GROUPED, "head_dim": 8}, "causal_lm"),
+    "GPT2LMHeadModel": ({"vocab_size": VOCAB, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}, "causal_lm"),
+    "BertForMaskedLM": (SIZES, "masked_lm"),
+    "ViTForImageClassification": (
+        {**SIZES, "image_size": 16, "patch_size": 4, "num_labels": 10},
+        "image_classification",
+    ),
+}
+PLANS = ["dp=2", "fsdp=2", "tp=2", "pp=2 microbatches=2"]
+DROPOUT = ("attn_pdrop", "resid_pdrop", "embd_pdrop", "hidden_dropout_prob", "attention_probs_dropout_prob")
+
+
+def model_folder(folder: Path, architecture: str, seed: int = 3, **settings: Any) -> Path:
+    """Save a random model in several safetensors files."""
+    import transformers
+
+    transformers.logging.disable_progress_bar()  # its thread would outlive the test
+    model_class = getattr(transformers, architecture)
+    values = FAMILIES[architecture][0] | settings if architecture in FAMILIES else settings
+    has = model_class.config_class().to_dict()
+    dropout = {key: 0.0 for key in DROPOUT if key in has}
+    torch.manual_seed(seed)
+    model = model_class(model_class.config_class(**{"pad_token_id": None, **values, **dropout}))
+    with torch.no_grad():
+        for parameter in model.parameters():  # no vector is all zeros or ones, so an unread tensor is noticed
+            parameter.add_(0.02 * torch.randn_like(parameter))
+    model.save_pretrained(folder, max_shard_size="20KB")
+    return folder
+
+
+def job_of(model: dict[str, Any], task: str, **changes: Any) -> Job:
+    data: dict[str, Any] = {"kind": "synthetic", "samples": 8, "held_out": 0, "shape": [TOKENS], "vocab": VOCAB}
+    if task == "image_classification":
+        data = {"kind": "synthetic", "samples": 8, "held_out": 0, "shape": [3, 16, 16], "classes": 10}
+    values: dict[str, Any] = {
+        "model": model,
+        "data": data,
+        "loss": "cross_entropy",
+        "optimizer": {"name": "sgd", "lr": 1e-30},  # no update changes a weight
+        "global_batch": 8,
+        "stop": {"steps": 1},
+        "deadline_s": 60,
+    }
+    return Job(**(values | changes))
+
+
+def published(folder: Path, architecture: str) -> Any:
+    import transformers
+
+    read = getattr(transformers, architecture).from_pretrained
+    return read(folder, local_files_only=True, dtype=torch.float32).eval()
+
+
+def samples(job: Job) -> tuple[torch.Tensor, torch.Tensor]:
+    data: Any = job.data.build(input_shape=job.model.input_shape(), seed=job.seed).train
+    inputs, labels = zip(*(data[index] for index in range(8)), strict=True)
+    return torch.stack(inputs), torch.stack([torch.as_tensor(label) for label in labels])
+
+
+@pytest.mark.parametrize("architecture", FAMILIES)
+def test_the_logits_equal_those_of_from_pretrained(tmp_path: Path, architecture: str) -> None:
+    task = FAMILIES[architecture][1]
+    folder = model_folder(tmp_path / "base", architecture)
+    job = job_of({"hf": folder}, task)
+    assert (job.model.task, job.model.folder) == (task, folder)
+    torch.manual_seed(9)
+    model: Any = job.model.build().eval()
+    load_published(job, model)
+    inputs, _ = samples(job)
+    with torch.inference_mode():
+        assert torch.equal(model(inputs).logits, published(folder, architecture)(inputs).logits)
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("architecture", FAMILIES)
+def test_every_split_starts_from_the_folder(tmp_path: Path, ranks: Ranks, architecture: str, plan: str) -> None:
+    folder = model_folder(tmp_path / "base", architecture)
+    job = job_of({"hf": folder}, FAMILIES[architecture][1])
+    run = new_run(tmp_path / "run", job, plan)
+    ranks(2, train_as_rank, run.path)
+    reference = published(folder, architecture)
+    inputs, labels = samples(job)
+    with torch.inference_mode():
+        logits = reference(inputs).logits.flatten(0, -2)
+    expected = torch.nn.functional.cross_entropy(logits, labels.flatten()).item()
+    assert run.losses == pytest.approx([expected], rel=2e-6)
+    export(run.path, tmp_path / "weights")
+    own = load_file(tmp_path / "weights")
+    for name, tensor in reference.state_dict().items():
+        torch.testing.assert_close(own[name], tensor, rtol=0, atol=1e-20)
+
+
+def test_a_folder_without_weights_is_refused_unless_other_weights_are_named(tmp_path: Path) -> None:
+    folder = model_folder(tmp_path / "base", "LlamaForCausalLM")
+    for file in folder.glob("*.safetensors*"):
+        file.rename(tmp_path / file.name)
+    with raises(JobError, "model.folder_without_weights"):
+        job_of({"hf": folder}, "causal_lm")
+    (folder / "pytorch_model.bin").write_bytes(b"pickle")
+    with raises(JobError, "model.weights_pickled", file="pytorch_model.bin"):
+        job_of({"hf": folder}, "causal_lm")
+    for model in ({"hf": folder / "config.json"}, {"hf": folder, "weights": tmp_path}):
+        assert job_of(model, "causal_lm").model.task == "causal_lm"
+    (folder / "config.json").unlink()
+    with raises(JobError, "model.folder_without_config"):
+        job_of({"hf": folder}, "causal_lm")
+
+
+@pytest.mark.parametrize(
+    ("architectures", "task"),
+    [
+        (["T5ForConditionalGeneration"], "seq2seq_lm"),
+        (["BertForTokenClassification"], "token_classification"),
+        (["BertForPreTraining"], None),
+        (["BertModel"], None),
+        ([], None),
+        (None, None),
+        ("LlamaForCausalLM", None),
+    ],
+)
+def test_the_task_is_that_of_the_architectures(tmp_path: Path, architectures: Any, task: str | None) -> None:
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({"model_type": "bert", "architectures": architectures}))
+    if task is None:
+        with raises(ValueError, "model.task_missing"):
+            ModelSpec(hf=file)
+    else:
+        assert ModelSpec(hf=file).task == task
+    assert ModelSpec(hf=file, task="masked_lm").task == "masked_lm"
+
+
+def test_dtype_and_attention_are_those_of_the_job(tmp_path: Path) -> None:
+    folder = model_folder(tmp_path / "base", "LlamaForCausalLM")
+    model: Any = ModelSpec(hf=folder, dtype="bf16", attention="eager").build()
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    tokens = torch.zeros(1, 3, dtype=torch.int64)
+    assert model(tokens, output_attentions=True).attentions[0] is not None  # only eager attention returns weights
+    assert {p.dtype for p in ModelSpec(hf=folder).build().parameters()} == {torch.float32}
+
+
+def test_the_old_place_of_freeze_is_refused_with_the_new_one(tmp_path: Path) -> None:
+    with raises(JobError, "file.unknown_key", key="freeze", hint=re.compile("model: ")):
+        Job.load(write_job(tmp_path / "job.yaml", freeze=["embed"]))
