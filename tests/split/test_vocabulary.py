@@ -17,7 +17,7 @@ from torch import Tensor
 from paceline.comm import Group
 from paceline.errors import DataError
 from paceline.job.zoo.losses import CrossEntropy
-from paceline.split.tensor_layers import ParallelLoss, parallel_cross_entropy
+from paceline.split.cross_entropy import ParallelLoss, parallel_cross_entropy
 from ranks import Backend, Ranks
 
 CLASSES = 12

@@ -339,12 +339,19 @@ class Loader:
 
     def smallest_share(self) -> int:
         """Return the smallest replica's number of samples in the first batch; 1 if unknown."""
+        return min(self._first_shares())
+
+    def largest_share(self) -> int:
+        """Return the largest replica's number of samples in the first batch; 1 if unknown."""
+        return max(self._first_shares())
+
+    def _first_shares(self) -> Sequence[int]:
         if isinstance(self.partition, SamplerStream):
             self.partition.first(1)  # draws the first batch
         try:
-            return min(self.partition.shares(0))
+            return self.partition.shares(0)
         except DataError:
-            return 1
+            return (1,)
 
     def fill_every_rank(self, what: str) -> None:
         """Require a sample for each replica in every batch; errors name `what`.

@@ -9,6 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -18,15 +19,18 @@ from paceline.comm import Group
 from paceline.comm.gather import gather
 from paceline.data.loader import Loader, Position
 from paceline.device import is_accelerator, on_accelerator, uploaded, widest_float
+from paceline.engine.chunked_loss import ChunkedHead, ChunkedLoss, Head, find_head, may_chunk
 from paceline.engine.guard import LossScale
 from paceline.engine.loss_normalization import LossNormalization
 from paceline.engine.packed_check import PackedCheck
 from paceline.errors import DataError
 from paceline.job.batch import Batch, place, rows, split, target_of
 from paceline.job.experts import add_counts, moe_counts, routers_of, weigh_balance
-from paceline.job.loss import Loss
+from paceline.job.loss import Loss, Metric
 from paceline.job.loss_items import IGNORED, call, refused_batch
+from paceline.planning.cost.layout import BYTES
 from paceline.planning.plan import Plan
+from paceline.split.cross_entropy import divides_classes
 from paceline.split.remat import compiled
 from paceline.sync import Replica
 
@@ -75,12 +79,14 @@ class Compute(ABC):
         casts: True if FSDP2 already casts to the low precision.
         divides_logits: True if each rank keeps only its part of the vocabulary's logits, because the loss can combine
             the parts.
+        chunks: this rank's output head, if the head computes the loss in chunks; otherwise None.
         reads: check that refuses reads of parameter shards outside of the model; None if each rank holds all
             parameters.
     """
 
     replica: Replica
     reads: ShardReads | None = None
+    chunks: ChunkedHead | None = None
 
     def __init__(
         self,
@@ -114,8 +120,13 @@ class Compute(ABC):
         """
 
     @abstractmethod
-    def output(self, batch: Batch | None) -> tuple[Any, Batch] | None:
-        """Return the model's output and the batch on this rank's device; None without an output."""
+    def output(self, batch: Batch | None, metrics: Sequence[Metric] = ()) -> tuple[Any, Batch] | None:
+        """Return the model's output and the batch on this rank's device; None without an output.
+
+        Args:
+            metrics: metrics that the head computes in chunks instead of logits (`ChunkedHead.totals`). They are used
+                only on a rank with `chunks`.
+        """
 
     def call(self, batch: Batch) -> Any:
         """Return the model's output for a batch that is already on this rank's device."""
@@ -179,6 +190,27 @@ class Compute(ABC):
     def here(self, step: int) -> str:
         """Return the step and rank as a phrase for error messages."""
         return f"in step {step} on rank {self.group.rank}"
+
+    def chunked(self, head: Head | None, model: nn.Module, tp: Group | None = None) -> None:
+        """Let the head of this rank's model compute the loss of training steps in chunks.
+
+        Args:
+            head: the result of `find_head`; None changes nothing.
+            model: the module of this rank that has the head.
+            tp: the ranks that divide the head's classes; None if the head is whole.
+        """
+        if head is None:
+            return
+        self.normalization.remarks.append(head.note)
+        if head.path is not None and divides_classes(self.loss):
+            self.chunks = ChunkedHead(model, head.path, self.loss, tp, self.loss_scale)
+            self.step_loss = ChunkedLoss(self.chunks, self.step_loss)
+
+    def measuring(self, placed: Batch, metrics: Sequence[Metric]) -> AbstractContextManager[None]:
+        """Return a context in which this rank's `chunks` compute metrics, if any."""
+        if self.chunks is None or not metrics:
+            return _AS_IT_IS
+        return self.chunks.measuring(self.normalization.target(placed), metrics)
 
     @property
     def is_whole_batch(self) -> bool:
@@ -263,6 +295,7 @@ class WholeModel(Compute):
 
     def __init__(self, model: nn.Module, loss: Loss, loader: Loader, plan: Plan, group: Group, precision: str) -> None:
         super().__init__(model, loss, loader, plan, group, group, precision, None)
+        self.chunked(head_in(model, loader, loss, plan, precision), model)
         if plan.compile != "off":
             self.forward = compiled(model, plan.compile, self.device, "the model")
 
@@ -271,13 +304,16 @@ class WholeModel(Compute):
         local = LocalLoss()
         if position.local == 0 or batch is None:
             return local
-        parts = self.microbatches(self.place(batch))
+        parts, chunks = self.microbatches(self.place(batch)), self.chunks
+        if chunks is not None:
+            chunks.check(target_of(batch), self.here(step), self.loader.indices)
         for i, part in enumerate(parts):
             self.replica.backward.last = i == len(parts) - 1
             self.experts.weigh(part, position)
             with self.autocast(), self._knowing(batch):
-                output = self.call(part)
-                if i == 0 and is_accelerator(self.device):
+                with _AS_IT_IS if chunks is None else chunks.training(self.normalization.target(part)):
+                    output = self.call(part)
+                if i == 0 and chunks is None and is_accelerator(self.device):
                     self.check_target(output, batch, self.here(step), self.loader.indices)
                 loss, items = self.normalized_loss(output, part, batch, position, step)
             scaled = loss if isinstance(items, float) and items == 1.0 else loss * items
@@ -296,8 +332,34 @@ class WholeModel(Compute):
         """Split this rank's share of the batch into microbatches."""
         return list(split(placed, self.plan.microbatches))
 
-    def output(self, batch: Batch | None) -> tuple[Any, Batch] | None:
+    def output(self, batch: Batch | None, metrics: Sequence[Metric] = ()) -> tuple[Any, Batch] | None:
         """See `Compute.output`."""
         assert batch is not None, "only the ranks of one replica wait for each other"
         placed = self.place(batch)
-        return self.call(placed), placed
+        with self.measuring(placed, metrics):
+            return self.call(placed), placed
+
+
+def head_in(
+    model: nn.Module, loader: Loader, loss: Loss, plan: Plan, precision: str, example: Batch | None = None
+) -> Head | None:
+    """Find the output head that can compute the loss in chunks (`find_head`).
+
+    Args:
+        model: the undivided model.
+        example: a microbatch in the model's input format; by default, the loader's.
+    """
+    if not may_chunk(model, loss):
+        return None
+    if example is None:
+        wide = torch.float64 if precision == "fp64" else None
+        example = place(loader.example(1), torch.device("cpu"), dtype=wide, channels_last=False)
+    target = target_of(example)
+    if not isinstance(target, Tensor):
+        return None
+    samples = -(-loader.largest_share() // plan.microbatches)
+    labels = target[:1].numel() * samples // plan.cp
+    number_bytes = BYTES.get(precision, 4)
+    return find_head(
+        model, loss, example, partial(call, loss=loss), labels=labels, number_bytes=number_bytes, tp=plan.tp
+    )

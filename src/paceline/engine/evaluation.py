@@ -16,7 +16,7 @@ from paceline.data.samples import Retry, held_out_batches, most_batches, padded
 from paceline.device import forked_random, widened, widest_float
 from paceline.engine.compute import Compute
 from paceline.errors import DataError, JobError, StorageError
-from paceline.job.batch import Batch
+from paceline.job.batch import Batch, target_of
 from paceline.job.loss import Metric
 from paceline.job.loss_items import LossMetric
 from paceline.planning.plan import REPLICA
@@ -117,11 +117,16 @@ class Evaluation:
                 buffer.copy_(before)
 
     def _measured(self, batch: Batch | None, metrics: list[Metric]) -> list[tuple[Any, Any]]:
-        compute = self.compute
-        found = compute.output(batch)
+        compute, chunks = self.compute, self.compute.chunks
+        in_chunks = all(getattr(metric, "by_label", False) for metric in metrics)
+        if chunks is not None and batch is not None:
+            chunks.check(target_of(batch), "in the validation set")
+        found = compute.output(batch, metrics if in_chunks else ())
         if found is None or batch is None:
             return []
         output, placed = found
+        if chunks is not None and in_chunks and chunks.taken(output) is not None:
+            return list(chunks.totals)
         compute.check_target(output, batch, "in the validation set")
         target: Any = compute.normalization.target(placed)
         return [

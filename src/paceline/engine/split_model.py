@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -18,18 +19,19 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from paceline.comm import Group
 from paceline.data.loader import Loader, Position
 from paceline.engine.calls import prepared
-from paceline.engine.compute import Compute, LocalLoss
+from paceline.engine.chunked_loss import Head, refuse_unless_auto
+from paceline.engine.compute import Compute, LocalLoss, head_in
 from paceline.engine.loss_normalization import NoGradient, graph_nodes
 from paceline.errors import BatchError, PlanError
-from paceline.job.batch import Batch, place, split
-from paceline.job.loss import Loss
+from paceline.job.batch import Batch, place, split, target_of
+from paceline.job.loss import Loss, Metric
 from paceline.job.loss_items import call, refused_batch
 from paceline.planning.model.recorder import has_max_norm, restored, tensors_in
 from paceline.planning.plan import DATA_AXES, Plan
 from paceline.split.apply import Split
+from paceline.split.cross_entropy import ParallelLoss, divides_classes
 from paceline.split.deferred_init import DeferredModel, deferred_from
 from paceline.split.mesh import Mesh
-from paceline.split.tensor_layers import ParallelLoss, divides_classes
 from paceline.sync.batchnorm import is_synchronised
 
 if TYPE_CHECKING:
@@ -75,13 +77,14 @@ def without_memory(
             name=limited,
         )
     refused = _refused_by_undivided(recorded.model, example, loss)
+    head = None if refused is not None else head_in(recorded.model, loader, loss, plan, precision, example)
     try:
         made = Split(recorded, plan, mesh, example, partial(call, loss=loss), precision=precision)
     except Exception as error:
         if refused is not None:
             raise refused from error
         raise
-    made.refused = refused
+    made.refused, made.head = refused, head
     if made.pipeline is not None and made.pipeline.by_export and is_synchronised(recorded.model):
         raise PlanError(
             "plan.sync_batch_norm_traced",
@@ -114,6 +117,7 @@ class SplitModel(Compute):
             # the loss needs only the sums over the vocabulary
             self._head.gather = False
             self.step_loss = ParallelLoss(loss, split.mesh.group("tp"))
+        self._chunk(split.head)
 
     def forward_backward(self, batch: Batch | None, position: Position, step: int) -> LocalLoss:
         """See `Compute.forward_backward`."""
@@ -121,29 +125,40 @@ class SplitModel(Compute):
         if batch is None and not self.split.all_must_compute:
             return local
         placed = self._placed(batch, count)
-        parts = list(split(placed, count))
+        parts, chunks = list(split(placed, count)), self.chunks
+        if chunks is not None and batch is not None:
+            chunks.check(target_of(batch), self.here(step), self.loader.indices)
         if self.split.pipeline is not None:
             weigh = self.experts.weigh_each(parts if batch is not None else [None] * count, position)
-            self.split.pipeline.forward_backward(
-                placed,
-                count,
-                lambda output, part, i: self._addend(local, output, part, batch, position, step),
-                self.autocast,
-                weigh,
-            )
+
+            def begin(number: int) -> None:
+                weigh(number)
+                if chunks is not None:
+                    chunks.target = self.normalization.target(parts[number])
+
+            with nullcontext() if chunks is None else chunks.training():
+                self.split.pipeline.forward_backward(
+                    placed,
+                    count,
+                    lambda output, part, i: self._addend(local, output, part, batch, position, step),
+                    self.autocast,
+                    begin,
+                )
             return local
         for i, part in enumerate(parts):
             self.replica.backward.last = i == len(parts) - 1
             self.split.begin_microbatch(last=self.replica.backward.last)
             self.experts.weigh(part if batch is not None else None, position)
             with self.autocast():
-                loss = self._addend(local, self.call(part), part, batch, position, step)
+                with nullcontext() if chunks is None else chunks.training(self.normalization.target(part)):
+                    output = self.call(part)
+                loss = self._addend(local, output, part, batch, position, step)
             if not step & (step - 1):
                 self.reads.check(loss, everywhere=True)
             loss.backward()
         return local
 
-    def output(self, batch: Batch | None) -> tuple[Any, Batch] | None:
+    def output(self, batch: Batch | None, metrics: Sequence[Metric] = ()) -> tuple[Any, Batch] | None:
         """See `Compute.output`."""
         if batch is None and not self.split.all_must_compute:
             return None
@@ -151,7 +166,8 @@ class SplitModel(Compute):
         pipeline = self.split.pipeline
         if self._head is not None:
             self._head.gather = True
-        output = self.call(placed) if pipeline is None else pipeline.forward(placed)
+        with self.measuring(placed, metrics):
+            output = self.call(placed) if pipeline is None else pipeline.forward(placed)
         if self._head is not None:
             self._head.gather = False
         return (output, placed) if batch is not None and self.split.owns_loss else None
@@ -173,6 +189,25 @@ class SplitModel(Compute):
         if self.split.owns_loss:
             local.add(scaled.detach(), items)
         return scaled
+
+    def _chunk(self, head: Head | None) -> None:
+        """Let the head compute the loss in chunks, if the plan allows it."""
+        split_, pipeline, tp = self.split, self.split.pipeline, None
+        if head is not None and head.path is not None:
+            name, reason = f"{head.path}.weight", ""
+            if split_.context is not None and split_.context.whole:
+                reason = "cp divides the rows of whole modules"
+            elif pipeline is not None and pipeline.by_export:
+                reason = "torch.export traces the pipeline stages"
+            elif self._head is not None:
+                tp = split_.mesh.group("tp")
+            elif name in split_.parts and "tp" in split_.parts[name].sharded | split_.parts[name].summed:
+                reason = f"tp divides {head.path} inside of a region"
+            if reason:
+                refuse_unless_auto(self.loss, reason)
+                head = Head(None, reason, f"the loss is computed from whole logits: {reason}")
+        if pipeline is None or pipeline.has_last_stage:
+            self.chunked(head, split_.modules[-1], tp)
 
     def _placed(self, batch: Batch | None, count: int) -> Batch:
         """Return this rank's tokens of the batch, on its device.

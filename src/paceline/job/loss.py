@@ -103,6 +103,10 @@ class LossSpec(_NamedSpec):
         """True if the loss is a mean over whole sequences (`KLDivLoss` with the reduction `batchmean`)."""
         return self.args.get("reduction") == "batchmean" and bool(getattr(self.build(), "whole_sequences", False))
 
+    def with_whole_logits(self) -> LossSpec:
+        """Return this loss, computed from whole logits."""
+        return self.model_copy(update={"args": {**self.args, "chunk": "off"}}) if self.name == "cross_entropy" else self
+
     def build(self) -> Loss:
         """Build the loss as a callable.
 

@@ -326,12 +326,16 @@ def _counted(target: Tensor, *, ignored: int, weight: Tensor | None) -> float | 
 
 
 class LossMetric:
-    """The metric `loss`: the job's loss on validation data, weighted as in training."""
+    """The metric `loss`: the job's loss on validation data, weighted as in training.
+
+    Attributes:
+        by_label: True if the sums of a batch's parts are the sums of the batch, however its labels are divided.
+    """
 
     name = "loss"
 
     def __init__(self, loss: Loss) -> None:
-        self._loss = loss
+        self._loss, self.by_label = loss, bool(vars(type(loss)).get("divides_classes", False))
 
     @torch.no_grad()
     def __call__(self, output: Any, target: Any) -> tuple[float, float]:

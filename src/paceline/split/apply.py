@@ -53,6 +53,7 @@ class Split:
         parameters: the parameters for the optimizer, by name in the undivided model. All are plain tensors, including
             the shards of FSDP2.
         divided: the parameters of the modules, which are DTensors if FSDP2 shards them.
+        head: the output head, if its loss may be computed in chunks; set by the engine.
         report: lines of text that describe each division.
     """
 
@@ -66,6 +67,7 @@ class Split:
         self.pipeline: Pipeline | None = None
         self.fully: FullySharded | None = None
         self.refused: BatchError | None = None
+        self.head: Any = None
         self._undo: list[Callable[[], object]] = []
         model = deferred.model
         self.parts: Parts = whole_parts(model)

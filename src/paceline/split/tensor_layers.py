@@ -8,24 +8,22 @@ the model, these functions use functional collectives, which inductor can overla
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol, TypeGuard
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.utils._pytree import tree_leaves
 
 from paceline.comm import Group
 from paceline.device import random_state, seed, set_random_state
-from paceline.errors import DataError, PlanError
+from paceline.errors import PlanError
 from paceline.job.experts import without_values
-from paceline.job.loss_items import IGNORED, check_labels, classes_on_dim_1, logits_of
 from paceline.planning.limits import undivided_tokens
 from paceline.planning.model.recorder import Graph, Node, is_transposed, weighted
 from paceline.planning.model.tensor.rules import Label, bound
@@ -281,148 +279,6 @@ def vocabulary_forward(module: nn.Module, group: Group, rows: int) -> Forward:
         return reduce(found.masked_fill(elsewhere.unsqueeze(-1), 0), group)
 
     return forward
-
-
-def parallel_cross_entropy(
-    logits: Tensor, target: Tensor, tp: Group, *, label_smoothing: float = 0.0, weight: Tensor | None = None
-) -> Tensor:
-    """Compute the mean cross-entropy over all classes, like `F.cross_entropy`.
-
-    Every rank returns the same loss, which is 0 if all labels are ignored. In the backward pass, each rank computes the
-    gradient of its own logits without communication.
-
-    Args:
-        logits: this rank's logits of shape (..., classes / ranks), which begin with class rank * classes / ranks. Types
-            with fewer than 32 bits are converted to 32 bits.
-        target: integer labels of shape (...), below the number of classes, or -100 for ignored labels.
-        tp: the ranks that divide the classes. Whatever the number of classes, each rank sends two numbers per label and
-            one further number.
-        label_smoothing: fraction of each label that is spread over all classes.
-        weight: weight of each class, shape (classes,). If given, the mean is weighted by the labels' weights.
-    """
-    loss: Tensor = _CrossEntropy.apply(logits.flatten(0, -2), target.flatten(), tp, label_smoothing, weight)
-    return loss
-
-
-class ClassLoss(Protocol):
-    """A loss whose logits may stay divided over classes.
-
-    Such a loss sets `divides_classes = True`.
-    """
-
-    label_smoothing: float
-    weight: Tensor | None
-
-    def __call__(self, output: Any, target: Any) -> Tensor: ...
-
-    def items(self, target: Tensor) -> Tensor:
-        """Return the number of items in the mean."""
-
-
-def divides_classes(loss: object) -> TypeGuard[ClassLoss]:
-    """Return True if a loss can be computed from logits that are divided over classes."""
-    return bool(vars(type(loss)).get("divides_classes", False))
-
-
-class ParallelLoss:
-    """The loss `cross_entropy` for a model whose logits stay sharded over `tp`."""
-
-    def __init__(self, loss: ClassLoss, tp: Group) -> None:
-        self.loss, self.tp = loss, tp
-
-    def __call__(self, output: Any, target: Tensor) -> Tensor:
-        """Compute the loss of logits (n, classes / ranks) or (n, t, classes / ranks).
-
-        Raises:
-            DataError: labels are not integers or do not fit the output's shape. On the CPU, labels out of range also
-                raise this error.
-        """
-        logits, labels = classes_on_dim_1(logits_of(output), target)
-        if logits.dim() != 2 or labels.shape != logits.shape[:1]:
-            sizes = f"logits {list(logits.shape)} for labels {list(labels.shape)}"
-            raise DataError(
-                "loss.one_label_each",
-                "the model returned {found}, but the loss needs one label per sample or token",
-                found=sizes,
-            )
-        # on a GPU, the test would synchronize; there, `check` tests the labels before
-        if labels.device.type == "cpu":
-            check_labels(labels, self._classes(logits), "in a batch")
-        smoothing, weight = self.loss.label_smoothing, self.loss.weight
-        weight = self.loss.weight = None if weight is None else weight.to(logits.device)
-        return parallel_cross_entropy(logits, labels, self.tp, label_smoothing=smoothing, weight=weight)
-
-    def items(self, target: Tensor) -> Tensor:
-        """Return the number of items in the mean, as in the undivided loss."""
-        return self.loss.items(target)
-
-    def check(self, output: Any, target: Tensor, where: str, samples: Sequence[int] | None = None) -> None:
-        """Check that the labels are in the range of all ranks' classes (`check_labels`)."""
-        logits = logits_of(output)
-        if logits.dim() > 1:
-            check_labels(target, self._classes(logits), where, samples)
-
-    def _classes(self, logits: Tensor) -> int:
-        return logits.shape[-1] * self.tp.size
-
-
-class _CrossEntropy(torch.autograd.Function):
-    """Mean cross-entropy of rows of logits (m, c) and labels (m,).
-
-    The backward pass recomputes the probabilities from the logits, because keeping them would take another 32-bit copy.
-
-    Let w be the weights of the C classes, e the label smoothing, x a row of logits, and Z its log-sum-exp. The loss of
-    label y is (1 - e) w_y (Z - x_y) + e / C sum_c w_c (Z - x_c). As in torch, the mean is the sum of these losses
-    divided by the sum of w_y.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, logits: Tensor, target: Tensor, tp: Group, label_smoothing: float, weight: Tensor | None
-    ) -> Tensor:
-        rows = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        part = rows.shape[1]
-        # each label as an index into this rank's classes
-        own = target - tp.rank * part
-        counted = (target != IGNORED).to(rows.dtype)
-        here = counted * ((own >= 0) & (own < part))
-        own = own.clamp(0, part - 1).unsqueeze(1)
-        weights = None if weight is None else weight.to(rows.dtype)[tp.rank * part : (tp.rank + 1) * part]
-        highest = rows.amax(1)
-        tp.all_reduce(highest, "max")
-        of_label = counted if weight is None else weight.to(rows.dtype)[target.where(counted > 0, 0)] * counted
-        sums = torch.stack(
-            [
-                (rows - highest.unsqueeze(1)).exp_().sum(1),
-                rows.gather(1, own).squeeze(1) * here,
-                (rows.sum(1) if weights is None else rows @ weights) if label_smoothing else torch.zeros_like(highest),
-            ]
-        )
-        tp.all_reduce(sums)
-        log_sum = sums[0].log() + highest
-        classes = part * tp.size
-        spread = label_smoothing / classes
-        every = spread * (classes if weight is None else weight.to(rows.dtype).sum())
-        cost = (1 - label_smoothing) * of_label * (log_sum - sums[1])
-        if label_smoothing:
-            cost += (every * log_sum - spread * sums[2]) * counted
-        total = of_label.sum()
-        ctx.save_for_backward(logits, log_sum, own, here, of_label, counted, total, weights)
-        ctx.label_smoothing, ctx.spread, ctx.every = label_smoothing, spread, every
-        return torch.where(total > 0, cost.sum() / total, 0.0)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        logits, log_sum, own, here, of_label, counted, total, weights = ctx.saved_tensors
-        rows = logits.to(log_sum.dtype)
-        from_label = (1 - ctx.label_smoothing) * of_label
-        gradient = (rows - log_sum.unsqueeze(1)).exp_().mul_((from_label + ctx.every * counted).unsqueeze(1))
-        gradient.scatter_add_(1, own, -(from_label * here).unsqueeze(1))
-        if ctx.label_smoothing:
-            gradient -= ctx.spread * counted.unsqueeze(1) * (1 if weights is None else weights)
-        scale = torch.where(total > 0, grad.to(total.dtype) / total, 0.0)
-        return gradient.mul_(scale).to(logits.dtype), None, None, None, None
 
 
 # the random stream of a device that all ranks share, saved while a module uses a stream of its own

@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from math import isnan
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import torch
 import torch.nn.functional as F
-from pydantic import Field, PositiveFloat
+from pydantic import Field, PositiveFloat, PositiveInt
 from torch import Tensor, nn
 
 from paceline.errors import DataError, JobError
@@ -69,6 +69,9 @@ class CrossEntropy:
     The output has logits of shape (n, classes), (n, t, classes) for sequences, or (n, classes, h, w). The target has
     integer labels in the same shape without the dimension of the classes. `weight` has one number per class; the mean
     is then weighted by the labels' weights.
+
+    `chunk` is the number of rows (tokens) of logits that a training step computes at a time, so that whole logits never
+    exist. `auto` computes logits whole if those of a microbatch take at most 64 MiB, and `off` always.
     """
 
     known_mean = divides_classes = True
@@ -78,8 +81,9 @@ class CrossEntropy:
         *,
         label_smoothing: Annotated[float, Field(ge=0, le=1)] = 0.0,
         weight: list[Annotated[float, Field(ge=0)]] | None = None,
+        chunk: PositiveInt | Literal["auto", "off"] = "auto",
     ) -> None:
-        self.label_smoothing, self._all_counted = label_smoothing, False
+        self.label_smoothing, self.chunk, self._all_counted = label_smoothing, chunk, False
         self.weight = None if weight is None else torch.tensor(weight)
 
     def __call__(self, output: Any, target: Tensor) -> Tensor:

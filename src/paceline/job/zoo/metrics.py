@@ -72,6 +72,8 @@ class BuiltIn:
     ) -> None:
         self.name, self._measure, self._result = name, measure, result
         self.higher_is_better = HIGHER_IS_BETTER[name]
+        # a sum over labels, which may be computed in parts
+        self.by_label = name in _BY_LABEL
 
     @torch.no_grad()
     def __call__(self, output: Any, target: Any) -> tuple[float, float]:
@@ -392,6 +394,7 @@ _METRICS: dict[str, type[Metric] | tuple[Callable[[Any, Any], tuple[Any, Any]], 
     "r2": R2,
     "contrastive_accuracy": (_partner_found, float),
 }
+_BY_LABEL = ("accuracy", "top5", "perplexity", "bits_per_byte")
 _BY_SIDE_OF_0 = ("accuracy", "multilabel_accuracy", "f1", "auc")
 
 

@@ -47,6 +47,8 @@ _LOOKED_AT = 4  # number of samples in the test for random numbers in the model
 
 def take_reference(steps: Steps) -> Reference:
     """Take the steps in this process alone, and write the tensors to `steps.folder`."""
+    # whole logits, so that chunks of a loss are compared with them
+    steps = replace(steps, job=steps.job.model_copy(update={"loss": steps.job.loss.with_whole_logits()}))
     with _comparable(steps.job, steps.plan):
         engine = _engine(steps, Group())
         drawn = random_module(engine.compute, engine.loader.example(_LOOKED_AT))
