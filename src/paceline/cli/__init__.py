@@ -15,6 +15,7 @@ from paceline.cli import (
     doctor,
     evaluate,
     export,
+    generate,
     init,
     links,
     operate,
@@ -47,6 +48,7 @@ Commands.known = commands_of(
         ),
         "evaluate": Command(evaluate.command, "Train", "paceline evaluate runs/mine --data test"),
         "export": Command(export.command, "Train", "paceline export runs/mine model.safetensors"),
+        "generate": Command(generate.command, "Train", 'paceline generate runs/mine "Once upon a time"'),
         "predict": Command(
             predict.command, "Train", "paceline predict runs/mine --data new.parquet --out predictions.parquet"
         ),

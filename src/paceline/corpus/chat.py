@@ -41,6 +41,7 @@ _ROLES = {  # of ShareGPT, to those of chat templates
     "tool": "tool",
     "observation": "tool",
 }
+_PROMPT: Any = "the prompt"  # where a message is, if it comes from no file
 _OTHER_TEMPLATE = (
     "Set data.template to a template with {% generation %} markers around the assistant's turns, or train_on: all"
 )
@@ -126,6 +127,21 @@ class ChatForm:
             return self._text_pair(prompt, completion, where)
         pair = _messages(prompt, "prompt", where), _messages(completion, "completion", where)
         return self._pair(*pair, _extras(row, where), where)
+
+    def prompt(self, messages: Messages) -> list[int]:
+        """Convert a conversation to tokens, up to the beginning of the assistant's answer."""
+        text, _ = self._render(messages, {}, _PROMPT, prompt=True)
+        return self.tokenizer.ids(text, end=False)
+
+    @property
+    def end_of_turn(self) -> int | None:
+        """The special token with which the template ends an answer; None if it has none."""
+        text, _ = self._render([{"role": "user", "content": "a"}, {"role": "assistant", "content": "a"}], {}, _PROMPT)
+        last = next((token for token in reversed(self.tokenizer.ids(text, end=False)) if self._is_written(token)), None)
+        return last if last is not None and self.tokenizer.is_added(last) else None
+
+    def _is_written(self, token: int) -> bool:
+        return bool(self.tokenizer.decode([token]).strip())
 
     def _conversation(self, messages: Messages, extras: Mapping[str, Any], where: Where) -> Turns:
         answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]

@@ -63,9 +63,9 @@ def settings_folder(job: Job) -> Path | None:
 def tokenizer_folder(job: Job) -> Path | None:
     """Return the local folder of the tokenizer that the job trains with, or None."""
     sources = getattr(job.data, "sources", {}).values()
-    own = next((found for spec in (job.data, *sources) if (found := getattr(spec, "tokenizer", None))), None)
-    if own is not None and Path(own).exists():
-        return Path(own) if Path(own).is_dir() else Path(own).parent
+    own = next((found for spec in (job.data, *sources) if (found := getattr(spec, "tokenizer_file", None))), None)
+    if own is not None and own.exists():
+        return Path(own.parent)
     folder = settings_folder(job)
     return folder if folder is not None and _has_tokenizer(folder) else None
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
+from torch import nn
 from torch.utils.data import Dataset
 
 from paceline import device
@@ -54,12 +55,10 @@ class SavedModel:
             RunError: the checkpoint does not exist, or belongs to another model.
         """
         self.job = job = run.job
-        job.model.must_be_at_hand()
-        seed_all(job.seed)
         precision = run.plan.precision or job.precision
         alone = Plan(precision=run.plan.precision)
-        where = device.use(0) if device.accelerator_type() is not None else torch.device("cpu")
-        group, model = Group(device=where), job.model.build().to(where)
+        model = whole_model(run, checkpoint)
+        group = Group(device=device_of_models())
         samples = len(dataset)  # type: ignore[arg-type]  # torch's Dataset does not declare __len__
         fitting = {"global_batch": max(1, min(job.global_batch, samples)), "partition": PartitionSpec()}
         loader = loader_of(job.model_copy(update=fitting), Mesh.of(alone, group), DataSets(dataset, None))
@@ -67,22 +66,6 @@ class SavedModel:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
         settings = Settings(precision=precision, seed=job.seed)
         self.engine = RankEngine(model, optimizer, job.loss.build(), loader, alone, group, settings)
-        with tempfile.TemporaryDirectory(prefix="paceline-weights-") as folder:
-            file = Path(folder) / "model.safetensors"
-            export(run.path, file, checkpoint)
-            self._read(file)
-
-    def _read(self, file: Path) -> None:
-        state = self.engine.model.state_dict()
-        with safe_open(file, framework="pt") as weights, torch.no_grad():
-            if missing := sorted(state.keys() - set(weights.keys())):
-                raise RunError(
-                    "run.other_model",
-                    "the checkpoint belongs to another model. It does not contain {missing}.",
-                    missing=missing[:5],
-                )
-            for name, tensor in state.items():
-                tensor.copy_(weights.get_tensor(name))
 
     def measure(self, dataset: Dataset[Any]) -> dict[str, float]:
         """Measure the loss and the job's metrics on a data set, as the run does."""
@@ -103,6 +86,38 @@ class SavedModel:
     def close(self) -> None:
         """Release the model."""
         self.engine.close()
+
+
+def whole_model(run: Run, checkpoint: str = NEWEST) -> nn.Module:
+    """Build the model of a run on one device, with the weights of a checkpoint.
+
+    Raises:
+        RunError: the checkpoint does not exist, or belongs to another model.
+    """
+    run.job.model.must_be_at_hand()
+    seed_all(run.job.seed)
+    model = run.job.model.build().to(device_of_models())
+    if (run.plan.precision or run.job.precision) == "fp64":
+        model.double()  # before the weights are read, which would lose digits
+    state = model.state_dict()
+    with tempfile.TemporaryDirectory(prefix="paceline-weights-") as folder:
+        file = Path(folder) / "model.safetensors"
+        export(run.path, file, checkpoint)
+        with safe_open(file, framework="pt") as weights, torch.no_grad():
+            if missing := sorted(state.keys() - set(weights.keys())):
+                raise RunError(
+                    "run.other_model",
+                    "the checkpoint belongs to another model. It does not contain {missing}.",
+                    missing=missing[:5],
+                )
+            for name, tensor in state.items():
+                tensor.copy_(weights.get_tensor(name))
+    return model
+
+
+def device_of_models() -> torch.device:
+    """Return the device on which whole models run: the first accelerator, or else the CPU."""
+    return device.use(0) if device.accelerator_type() is not None else torch.device("cpu")
 
 
 @contextmanager
