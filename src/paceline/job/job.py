@@ -24,7 +24,7 @@ from pydantic_core import ErrorDetails
 from paceline.errors import InvalidValue, JobError, StorageError
 from paceline.job.data import DataSpec
 from paceline.job.loss import LossSpec, MetricSpec
-from paceline.job.model import ModelSpec
+from paceline.job.model import ModelSpec, Quantize
 from paceline.job.optimizer import OptimizerSpec
 from paceline.job.overrides import Overrides, override
 from paceline.job.partition import PartitionSpec
@@ -116,6 +116,7 @@ class Job(Spec):
     name: str = Field("job", pattern=r"^[A-Za-z0-9._-]+$")
     task: Task | None = None  # gives the loss its default, and refuses data of another task
     model: ModelSpec
+    quantize: Quantize | None = None  # hold the frozen linear layers in 8 or 4 bits
     data: DataSpec
     loss: LossSpec
     metrics: tuple[MetricSpec, ...] = ()
@@ -210,6 +211,12 @@ class Job(Spec):
                 task=task,
                 of_model=self.model.task,
             )
+        return self
+
+    @model_validator(mode="after")
+    def _quantize_model(self) -> Job:
+        if self.quantize is not None:
+            object.__setattr__(self, "model", self.model.quantizing(self.quantize))
         return self
 
     @model_validator(mode="after")
@@ -323,6 +330,7 @@ class Job(Spec):
             "optimizer.no_decay": bool(optimizer.no_decay),
             f"schedule.name: {schedule.name}": schedule.by_class,
             "clip_value": self.clip_value is not None,
+            "quantize": self.quantize is not None,
             "ema": self.ema is not None,
             "precision: fp16": self.precision == "fp16",
             "gradient_accumulation_steps": self.gradient_accumulation_steps > 1,

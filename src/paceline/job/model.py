@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 
-from pydantic import Field, ValidationInfo, field_validator, model_validator
+from pydantic import Field, PrivateAttr, ValidationInfo, field_validator, model_validator
 
 from paceline.errors import InvalidValue, JobError
 from paceline.job.data import DataPath
@@ -20,10 +20,20 @@ if TYPE_CHECKING:
 
 
 DCP = "dcp:"  # begins the `weights` that are a checkpoint of torch.distributed.checkpoint
-
+Quantize = Literal["int8", "nf4"]
+QUANTIZED_TOGETHER = 64  # elements of a row of a quantized weight that share a scale
 Task = Literal[
     "causal_lm", "masked_lm", "image_classification", "sequence_classification", "token_classification", "seq2seq_lm"
 ]
+
+
+def quantized_row_bytes(kind: Quantize, columns: int) -> int:
+    """Return the bytes of a row of a quantized weight.
+
+    Each block of the row has its codes and a float32 scale.
+    """
+    codes = QUANTIZED_TOGETHER if kind == "int8" else QUANTIZED_TOGETHER // 2
+    return -(-columns // QUANTIZED_TOGETHER) * (codes + 4)
 
 
 class ModelSpec(Spec):
@@ -55,6 +65,7 @@ class ModelSpec(Spec):
     weights: DataPath | None = None
     freeze: Patterns = ()
     args: Args = Field(default_factory=dict)
+    _quantize: Quantize | None = PrivateAttr(None)
 
     @model_validator(mode="before")
     @classmethod
@@ -161,10 +172,22 @@ class ModelSpec(Spec):
         path = _at_hand(self.hf)
         return path if path is not None and path.is_dir() else None
 
+    @property
+    def quantize(self) -> Quantize | None:
+        """Format of the frozen linear layers: the job's `quantize`."""
+        return self._quantize
+
+    def quantizing(self, kind: Quantize | None) -> ModelSpec:
+        """Return a copy of this spec whose frozen linear layers are quantized."""
+        spec = self.model_copy()
+        spec._quantize = kind
+        return spec
+
     def build(self) -> nn.Module:
         """Build the model on the CPU, initialised from torch's current random state.
 
-        Parameters that match `freeze` have `requires_grad=False`.
+        Parameters that match `freeze` have `requires_grad=False`. Layers that the job quantizes have their ordinary
+        weights and a mark (`zoo/quantized.py`).
 
         Raises:
             JobError: the zoo model is unknown (the message names the nearest), an import fails, the arguments are
@@ -179,6 +202,10 @@ class ModelSpec(Spec):
             held = dict(model.named_parameters())
             for name in matching("model.freeze", self.freeze, names_of(model)):
                 held[name].requires_grad_(False)
+        if self.quantize is not None:
+            from paceline.job.zoo.quantized import mark
+
+            mark(model, self.quantize)
         return model
 
     def input_shape(self) -> tuple[int, ...] | None:

@@ -212,7 +212,8 @@ def work_of(job: Job) -> str:
 
     These fields are the model, data, loss, optimizer, batch and precision.
     """
-    return short_hash(work_facts(job, ("model", "data", "loss", "optimizer", "global_batch", "precision"))["job"])
+    keys = ("model", "quantize", "data", "loss", "optimizer", "global_batch", "precision")
+    return short_hash(work_facts(job, keys)["job"])
 
 
 def hardware_of(cluster: Cluster) -> list[object]:
@@ -259,6 +260,7 @@ def _kind_of_text(text: str) -> str:
 # keys of a job that determine what a step computes
 WORK = (
     "model",
+    "quantize",
     "data",
     "loss",
     "optimizer",

@@ -17,7 +17,7 @@ from paceline.planning.cost.layout import BYTES, Layout, Machines, Prediction
 from paceline.planning.history import corrected
 from paceline.planning.machines import Adjustment, adjusted, machines
 from paceline.planning.model.graph import ModelTrace
-from paceline.planning.model.model_info import trace
+from paceline.planning.model.model_info import model_info, trace
 from paceline.planning.plan import DEGREES, Plan
 from paceline.planning.sync_info import CompressSpec, SyncSpec
 from paceline.units import count
@@ -84,6 +84,7 @@ class Layouts:
         self.job, self.machines = job, on
         self._traces: dict[tuple[str, int], ModelTrace] = {}
         self.trace = self.trace_at(job.precision)
+        self.held_part = 1.0 if job.quantize is None else model_info(job.model).held_part
         self._places = {name: i for i, name in enumerate(self.trace.names) if name}
 
     def trace_at(self, precision: str, tp: int = 1) -> ModelTrace:
@@ -127,7 +128,7 @@ class Layouts:
             chunks=plan.stages_per_rank,
             remat=plan.remat,
             precision=precision,
-            parameter_bytes=number,
+            parameter_bytes=number * self.held_part,
             gradient_bytes=number,
             optimizer_bytes=number * self.job.state_tensors,
             offload=plan.offload,

@@ -23,9 +23,10 @@ from paceline.job.partition import Partition
 from paceline.job.samples import DataSets, all_files_of, files_of
 from paceline.job.streams import Stream
 from paceline.planning.plan import DATA_AXES, Plan
-from paceline.run.convert import WeightSource, fitted, load_weights, weights_from
-from paceline.split.layout import Part, ShardLayout, predicted_bytes
+from paceline.run.convert import fitted, load_weights, weights_from
+from paceline.split.layout import Part, ShardLayout, WeightSource, predicted_bytes
 from paceline.split.mesh import Mesh
+from paceline.split.quantized import QuantizingSource, formats_held, quantized_whole
 
 if TYPE_CHECKING:
     from paceline.run.record.run import Run
@@ -51,14 +52,16 @@ def check_device(run: Run, group: Group) -> None:
 def built(job: Job, plan: Plan) -> nn.Module | DeferredModel:
     """Build the job's model with the job's seed.
 
-    If the plan divides the model, the model is built on the meta device.
+    If the plan divides the model, the model is built on the meta device. A quantized model is built tensor by tensor,
+    so that its weights are never all in memory before they are quantized.
     """
     seed_all(job.seed)
-    if not plan.splits:
+    if not plan.splits and job.quantize is None:
         return job.model.build()
     from paceline.split.deferred_init import record
 
-    return record(job.model.build)
+    recorded = record(job.model.build)
+    return recorded if plan.splits else quantized_whole(recorded)
 
 
 def begin_engine(
@@ -123,7 +126,8 @@ def _engine(
 
         split = divide(model, plan, mesh, loader, loss, settings, weights=not goes_on)
         if source is not None:
-            load_weights({**split.parameters, **_kept(split.named_buffers(), source)}, split.parts, source)
+            quantizing = QuantizingSource(source, split.quantized)
+            load_weights({**split.parameters, **_kept(split.named_buffers(), source)}, split.parts, quantizing)
         optimizer = job.optimizer.build(split.parameters, names=names, fused=plan.fused)
         return RankEngine(split.model, optimizer, loss, loader, plan, mesh.world, settings, split, identical=goes_on)
     assert isinstance(model, nn.Module), "only a plan that divides a model takes one without memory"
@@ -159,7 +163,8 @@ def load_published(job: Job, model: nn.Module) -> None:
 
 
 def _load_whole(model: nn.Module, source: WeightSource) -> None:
-    load_weights({**dict(model.named_parameters()), **_kept(dict(model.named_buffers()), source)}, None, source)
+    named = {**dict(model.named_parameters()), **_kept(dict(model.named_buffers()), source)}
+    load_weights(named, None, QuantizingSource(source, formats_held(model)))
 
 
 def _published(job: Job, model: nn.Module | DeferredModel) -> WeightSource | None:

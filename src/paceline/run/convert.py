@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -17,8 +17,11 @@ from torch import Tensor, nn
 from paceline.errors import JobError, RunError
 from paceline.files import short_name, write_whole
 from paceline.job.model import DCP
+from paceline.job.zoo.quantized import RowFormat, plain_shapes
+from paceline.planning.model.model_info import without_memory
 from paceline.run.dcp import DcpPieces, open_dcp, save_dcp
-from paceline.split.layout import Part, ShardLayout, local
+from paceline.split.layout import Part, ShardLayout, WeightSource, local
+from paceline.split.quantized import formats_of
 from paceline.state.average import is_average
 from paceline.state.manifest import TensorEntry, TensorPiece, sync_folder
 from paceline.state.rank_state import parameter_and_key
@@ -198,7 +201,24 @@ def _write(loaded: Loaded, out: Path, *, tied: bool, weights: str | None) -> Non
             _bare(alias): averaged[_bare(name)] for alias, name in loaded.aliases.items() if _bare(name) in averaged
         }
     described = {name: {"dtype": entry.dtype, "shape": entry.shape} for name, entry in tensors.entries.items()}
-    write_weights(out, described, lambda name: averaged[name] if name in averaged else tensors[name])
+    formats = _formats(loaded.path)
+    described |= {n: {"dtype": "F32", "shape": [described[n]["shape"][0], f.columns]} for n, f in formats.items()}
+
+    def take(name: str) -> Tensor:
+        found = averaged[name] if name in averaged else tensors[name]
+        return formats[name].unpack(found, torch.float32) if name in formats else found
+
+    write_weights(out, described, take)
+
+
+def _formats(checkpoint: Path) -> dict[str, RowFormat]:
+    """Return the formats of the weights that a run holds quantized; checkpoints have their bytes."""
+    from paceline.run.record.run import Run
+
+    path = checkpoint.absolute().parents[1]
+    if not (path / "job.yaml").exists() or (job := Run(path).job).quantize is None:
+        return {}
+    return formats_of(without_memory(job.model))
 
 
 def write_weights(out: Path, described: Mapping[str, dict[str, Any]], take: Callable[[str], Tensor]) -> None:
@@ -255,18 +275,6 @@ def _hf_model(run: Path) -> tuple[Run, Any]:
 # Import into a run
 
 
-class WeightSource(Protocol):
-    """Source of a model's tensors by name; each can be read in part."""
-
-    def __iter__(self) -> Iterator[str]: ...
-
-    def fill(self, name: str, own: Tensor, layout: ShardLayout | None = None) -> None:
-        """Read a rank's part of a tensor into `own`, converting dtype and device.
-
-        Without a layout, the whole tensor is read.
-        """
-
-
 def weights_from(path: Path | str) -> TensorPieces:
     """Open a safetensors file or a Hugging Face folder, to read its tensors on access.
 
@@ -307,7 +315,7 @@ def fitted(source: TensorPieces, model: nn.Module) -> WeightSource:
         JobError: the weights belong to another model. The message lists missing tensors, unknown tensors and
             different shapes.
     """
-    wanted = {name: list(tensor.shape) for name, tensor in model.state_dict().items()}
+    wanted = {name: list(tensor.shape) for name, tensor in model.state_dict().items()} | plain_shapes(model)
     if isinstance(source, DcpPieces):
         source = source.of_model(wanted)
     entries, unknown = _renamed(source, model, wanted)

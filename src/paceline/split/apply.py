@@ -32,6 +32,7 @@ from paceline.split.layout import (
 )
 from paceline.split.mesh import Mesh
 from paceline.split.pipeline import Pipeline
+from paceline.split.quantized import fill_from, formats_of, quantize
 from paceline.split.remat import compile_blocks, rematerialise
 from paceline.split.tensor_parallel import TensorReport, shard_tensors
 
@@ -48,6 +49,7 @@ class Split:
         example: a microbatch in the model's input format.
         refused: error to raise if a batch fails; None unless even the undivided model fails for the example.
         parts: a `Part` for each parameter of this rank.
+        quantized: the formats of the quantized weights of the undivided model, by name.
         aliases: the additional names of tied parameters (`tied_names`).
         modules: the modules that this rank computes, which are the model or this rank's pipeline stages.
         parameters: the parameters for the optimizer, by name in the undivided model. All are plain tensors, including
@@ -75,8 +77,10 @@ class Split:
         self.parameter_count = sum(p.numel() for p in model.parameters())
         refuse_kept_parameters(model)
         hooked, parts = hooked_parameters(model), dict(self.parts)
+        self.quantized = formats_of(model)
         self._divide(model, example, call)
         self.modules: list[nn.Module] = [model] if self.pipeline is None else self.pipeline.stages
+        quantize(self.modules, self.quantized, self.parts, plan)
         self._wrap(model, precision)
         refuse_lost_hooks(hooked, parts, plan, self.pipeline.shared if self.pipeline is not None else ())
         self.divided: dict[str, nn.Parameter] = {}
@@ -182,7 +186,7 @@ class Split:
         @torch.no_grad()
         def take(name: str, full: Tensor) -> None:
             if name in self.divided:
-                local(self.divided[name]).copy_(self.parts[name].layout.take(full))
+                fill_from(full, name, self.divided[name], self.quantized, self.parts[name].layout)
             elif name in buffers:
                 buffers[name].copy_(full)
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, product
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -178,6 +178,18 @@ class Part:
 
 
 Parts = dict[str, Part]
+
+
+class WeightSource(Protocol):
+    """Source of a model's tensors by name; each can be read in part."""
+
+    def __iter__(self) -> Iterator[str]: ...
+
+    def fill(self, name: str, own: Tensor, layout: ShardLayout | None = None) -> None:
+        """Read a rank's part of a tensor into `own`, converting dtype and device.
+
+        Without a layout, the whole tensor is read.
+        """
 
 
 def whole_parts(model: nn.Module) -> Parts:

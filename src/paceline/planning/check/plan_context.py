@@ -193,9 +193,11 @@ def _held(plan: Plan, model: ModelInfo) -> tuple[float, float, float]:
     """Count one rank's parameters before fsdp shards them.
 
     The result has the number of all parameters, of trained parameters, and of parameters in the largest block.
+    Quantized parameters count as the unquantized parameters of equal size.
     """
     whole, trained = (_part(plan, sizes) / plan.pp for sizes in (model.total, model.trained))
-    return whole, trained, max((_part(plan, sizes) for sizes in model.kinds_of_blocks), default=0.0)
+    largest = max((_part(plan, sizes) for sizes in model.kinds_of_blocks), default=0.0)
+    return whole * model.held_part, trained, largest * model.held_part
 
 
 def _part(plan: Plan, sizes: Sizes) -> float:

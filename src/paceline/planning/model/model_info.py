@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from paceline.errors import JobError, PlanProblem
 from paceline.job.job import Job
-from paceline.job.model import Dimensions, ModelSpec
+from paceline.job.model import Dimensions, ModelSpec, Quantize, quantized_row_bytes
 from paceline.planning.model.graph import (
     Layer,
     ModelTrace,
@@ -45,6 +45,7 @@ class ParameterShape:
     Attributes:
         block: name of the repeated block that contains the parameter; `""` outside of repeated blocks.
         expert: True if the parameter belongs to the experts of a mixture.
+        quantized_bytes: bytes that the parameter takes in the format of the job's `quantize`; 0 if it keeps its type.
     """
 
     name: str
@@ -52,6 +53,7 @@ class ParameterShape:
     trainable: bool
     block: str
     expert: bool
+    quantized_bytes: int = 0
 
     @property
     def numel(self) -> int:
@@ -131,6 +133,15 @@ class ModelInfo:
         return _sizes(shape for shape in self.parameters if shape.trainable)
 
     @cached_property
+    def held_part(self) -> float:
+        """Bytes of all parameters as they are held, relative to 4 bytes each.
+
+        The value is 1 without `quantize`.
+        """
+        held = sum(shape.quantized_bytes or 4 * shape.numel for shape in self.parameters)
+        return held / max(4 * self.numel, 1)
+
+    @cached_property
     def kinds_of_blocks(self) -> tuple[Sizes, ...]:
         """Distinct sizes of the repeated blocks."""
         by_block = sorted((shape for shape in self.parameters if shape.block), key=lambda shape: shape.block)
@@ -146,7 +157,7 @@ def model_info(spec: ModelSpec) -> ModelInfo:
     Raises:
         JobError: the model cannot be built.
     """
-    return _model_info_of_json(spec.model_dump_json())
+    return _model_info_of_json(spec.model_dump_json(), spec.quantize)
 
 
 def model_info_of(model: nn.Module) -> ModelInfo:
@@ -156,9 +167,11 @@ def model_info_of(model: nn.Module) -> ModelInfo:
     """
     from torch.nn.modules.batchnorm import _BatchNorm
 
+    from paceline.job.zoo.quantized import marked
     from paceline.planning.model.forward_pass import find_blocks, mixtures
 
     blocks = tuple(find_blocks(model))
+    quantized = {f"{name}.weight": kind for name, _, kind in marked(model)}
     names = defaultdict(list)
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names[id(parameter)].append(name)
@@ -166,7 +179,7 @@ def model_info_of(model: nn.Module) -> ModelInfo:
     return ModelInfo(
         modules=tuple(name for name, _ in model.named_modules() if name),
         blocks=blocks,
-        parameters=tuple(_shape(name, p, blocks) for name, p in model.named_parameters()),
+        parameters=tuple(_shape(name, p, blocks, quantized.get(name)) for name, p in model.named_parameters()),
         tied=tuple(tuple(shared) for shared in names.values() if len(shared) > 1),
         heads=heads,
         key_value_heads=tuple(n for n in key_value_heads if n not in heads),
@@ -180,10 +193,10 @@ def model_info_of(model: nn.Module) -> ModelInfo:
 
 
 @cache
-def _model_info_of_json(text: str) -> ModelInfo:
-    spec = ModelSpec.model_validate_json(text)
+def _model_info_of_json(text: str, quantize: Quantize | None) -> ModelInfo:
+    spec = ModelSpec.model_validate_json(text).quantizing(quantize)
     if spec.transformer is not None:
-        return model_info_by_dimensions(spec.transformer)
+        return model_info_by_dimensions(spec.transformer, quantize)
     return model_info_of(without_memory(spec))
 
 
@@ -219,10 +232,15 @@ def without_memory(spec: ModelSpec) -> nn.Module:
             ) from error
 
 
-def _shape(name: str, parameter: nn.Parameter, blocks: tuple[str, ...]) -> ParameterShape:
+def _shape(name: str, parameter: nn.Parameter, blocks: tuple[str, ...], quantize: Quantize | None) -> ParameterShape:
     block = next((block for block in blocks if name.startswith(f"{block}.")), "")
     of_expert = any("expert" in word and "shared" not in word for word in name.lower().split("."))
-    return ParameterShape(name, tuple(parameter.shape), parameter.requires_grad, block, of_expert)
+    sizes = tuple(parameter.shape)
+    return ParameterShape(name, sizes, parameter.requires_grad, block, of_expert, _quantized_bytes(sizes, quantize))
+
+
+def _quantized_bytes(sizes: tuple[int, ...], kind: Quantize | None) -> int:
+    return 0 if kind is None or len(sizes) != 2 else sizes[0] * quantized_row_bytes(kind, sizes[1])
 
 
 def _sizes(shapes: Iterable[ParameterShape]) -> Sizes:
@@ -279,7 +297,7 @@ def _distinct(values: Iterator[int] | list[int]) -> tuple[int, ...]:
 _Sizes = tuple[tuple[str, tuple[int, ...], bool], ...]
 
 
-def model_info_by_dimensions(d: Dimensions) -> ModelInfo:
+def model_info_by_dimensions(d: Dimensions, quantize: Quantize | None = None) -> ModelInfo:
     """Return the information for a model that is given by its dimensions.
 
     The model is like GPT-2 or, if `gated`, like Llama, which has no biases. The layers are named `layers.0`,
@@ -290,7 +308,14 @@ def model_info_by_dimensions(d: Dimensions) -> ModelInfo:
     parameters = {layer: _layer(d, layer) for layer in dict.fromkeys(blocks.values())}
     outside = dict(_outside(d))
     inside = (
-        ParameterShape(f"{block}.{name}", sizes, True, block, expert)
+        ParameterShape(
+            f"{block}.{name}",
+            sizes,
+            True,
+            block,
+            expert,
+            _quantized_bytes(sizes, quantize),
+        )
         for block, layer in blocks.items()
         for name, sizes, expert in parameters[layer]
     )
