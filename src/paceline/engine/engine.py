@@ -563,7 +563,11 @@ class RankEngine:
     def _step_optimizer(self, step: int) -> None:
         if self.average is not None:
             self.average.before_update()
-        self.rule.step_optimizer(self.optimizer)
+        try:
+            self.rule.step_optimizer(self.optimizer)
+        except BaseException:
+            self.updates -= 1  # another rank was lost in an exchange of the optimizer, before any weight changed
+            raise
         if self._after_update is not None:
             self._after_update(step)
         if self.average is not None:

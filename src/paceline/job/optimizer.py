@@ -5,8 +5,9 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
+from math import prod
 from pkgutil import resolve_name
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, cast
 
 from pydantic import (
     ConfigDict,
@@ -19,7 +20,7 @@ from pydantic import (
 )
 
 from paceline.errors import InvalidValue, JobError
-from paceline.job.parameters import Names, Patterns, matching
+from paceline.job.parameters import ModelNames, Names, Patterns, matching
 from paceline.job.spec import Args, Spec, check_call, load_object, resolve_import_path
 from paceline.text import nearest
 
@@ -55,6 +56,20 @@ class GroupSpec(Spec):
         return _as_arguments(self.model_dump(exclude={"match"}, exclude_defaults=True))
 
 
+class AdamWSpec(Spec):
+    """AdamW for the parameters that Muon does not update: `{lr: 0.0003, match: [embed, head]}`.
+
+    Without `match`, these are embeddings, positions, the output layer and all parameters without matrices. With
+    `match`, they are the matching parameters and those without matrices.
+    """
+
+    lr: float | None = Field(None, gt=0)  # default: the rate of the matrices
+    weight_decay: float | None = Field(None, ge=0)  # default: the decay of the matrices
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = Field(1e-8, gt=0)
+    match: Patterns = ()
+
+
 class OptimizerSpec(Spec):
     """The optimizer of a job: a short name, a torch class, or an import path.
 
@@ -63,17 +78,21 @@ class OptimizerSpec(Spec):
 
     LARS (You et al., 2017, arXiv:1708.03888) and LAMB (You et al., 2020, arXiv:1904.00962) are for large batches:
     they scale each layer's step by the ratio of its weight norm to its update norm.
+
+    `muon` updates the matrices of hidden layers with Muon and all other parameters with AdamW.
     """
 
     short: ClassVar[str | None] = "name"
-    name: str  # sgd, adam, adamw, lars, lamb; a class of torch.optim; or an import path
+    name: str  # sgd, adam, adamw, lars, lamb, muon; a class of torch.optim; or an import path
     lr: float = Field(default=cast("float", None), gt=0)  # default 0.001, or the own default of a class of torch.optim
     weight_decay: float = Field(0.0, ge=0)
-    momentum: float = Field(0.0, ge=0, lt=1)  # used by sgd and lars
-    nesterov: bool = False  # used by sgd
+    momentum: float = Field(0.0, ge=0, lt=1)  # used by sgd, lars and muon (0.95)
+    nesterov: bool = False  # used by sgd and muon (true)
     betas: tuple[float, float] = (0.9, 0.999)  # used by adam, adamw and lamb
     eps: float = Field(1e-8, gt=0)
     trust: float = Field(1e-3, gt=0)  # trust coefficient of lars
+    adjust_lr_fn: Literal["match_rms_adamw", "original"] = "match_rms_adamw"  # muon: scale of lr by a matrix's shape
+    adamw: AdamWSpec = AdamWSpec()  # muon: settings of all other parameters
     args: Args = Field(default_factory=dict)  # further arguments of the class
     groups: tuple[GroupSpec, ...] = ()
     no_decay: Patterns = ()  # parameters without weight decay, in any group
@@ -93,6 +112,8 @@ class OptimizerSpec(Spec):
             given["args"] = args | {key: given.pop(key) for key in keys}
             if "lr" in args:
                 given |= {"lr": args["lr"], "args": {k: v for k, v in given["args"].items() if k != "lr"}}
+        if name == "muon":
+            given = {"momentum": 0.95, "nesterov": given.get("momentum") != 0} | given
         if given.get("lr") is None:
             if ":" in name:
                 raise InvalidValue(
@@ -111,6 +132,7 @@ class OptimizerSpec(Spec):
         """
         values: dict[str, Any] = write(self)
         unused = () if self.has_short_name else (*_ARGUMENTS, "trust")
+        unused = unused if self.name == "muon" else (*unused, *_OF_MUON)
         return {key: value for key, value in values.items() if key not in unused}
 
     @field_validator("name")
@@ -131,7 +153,7 @@ class OptimizerSpec(Spec):
     def _takes_what_is_given(self) -> OptimizerSpec:
         if self.name in _SHORT:
             kind = _SHORT[self.name]
-            refuse_unused(self, self.name, (*kind.options, *_OF_ALL))
+            refuse_unused(self, self.name, (*kind.options, *_OF_ALL, *(("adamw",) if self.name == "muon" else ())))
             if self.nesterov and not self.momentum:
                 raise InvalidValue(
                     "optimizer.nesterov_without_momentum",
@@ -144,15 +166,29 @@ class OptimizerSpec(Spec):
                     key=twice[0],
                     name=self.name,
                 )
-        if not all(0 <= beta < 1 for beta in self.betas):
+        if self.name != "muon" and (given := sorted(self.model_fields_set.intersection(_OF_MUON))):
             raise InvalidValue(
-                "optimizer.betas", "betas should be at least 0 and less than 1, got {betas}", betas=self.betas
+                "optimizer.key_of_muon",
+                "{key} is a key of muon, but the optimizer is {name}. Use muon, or leave out {key}.",
+                key=given[0],
+                name=self.name,
             )
+        if self.name == "muon" and self.adjust_lr_fn == "original" and self.adamw.lr is None:
+            raise InvalidValue(
+                "optimizer.adamw_without_rate",
+                "with adjust_lr_fn: original, Muon and AdamW need learning rates of their own. Set adamw.lr, e.g. "
+                "{{name: muon, lr: 0.02, adjust_lr_fn: original, adamw: {{lr: 0.0003}}}}, or leave out adjust_lr_fn.",
+            )
+        for betas in (self.betas, self.adamw.betas):
+            if not all(0 <= beta < 1 for beta in betas):
+                raise InvalidValue(
+                    "optimizer.betas", "betas should be at least 0 and less than 1, got {betas}", betas=betas
+                )
         return self
 
     @property
     def has_short_name(self) -> bool:
-        """True for sgd, adam, adamw, lars and lamb."""
+        """True for sgd, adam, adamw, lars, lamb and muon."""
         return self.name in _SHORT
 
     # Scope of an update
@@ -172,6 +208,11 @@ class OptimizerSpec(Spec):
         return _SHORT[self.name] if self.has_short_name and not self.args else None
 
     @property
+    def steps_on_parts(self) -> bool:
+        """Return True if ranks that hold parts of parameters can take the step together."""
+        return self.has_short_name
+
+    @property
     def has_fused_step(self) -> bool:
         """Return True if torch has a fused step and `args` select no other implementation."""
         return self.name.lower() in ("sgd", "adam", "adamw") and not {"fused", "foreach"} & self.args.keys()
@@ -187,8 +228,15 @@ class OptimizerSpec(Spec):
         tensors = self._state(2).tensors
         return sum((kept.element_bytes or 4) / 4 for kept in tensors if kept.dims == (0, 1))
 
-    def state_bytes(self, shape: Sequence[int], element_bytes: int) -> int:
-        """Return the bytes that the optimizer keeps for a parameter."""
+    def state_bytes(self, shape: Sequence[int], element_bytes: int, *, matrix: bool = True) -> int:
+        """Return the bytes that the optimizer keeps for a parameter.
+
+        Args:
+            matrix: for Muon, whether the parameter is one of the matrices that Muon updates.
+        """
+        if self.name == "muon":
+            whole = prod(shape) * element_bytes
+            return whole if matrix else OptimizerSpec(name="adamw").state_bytes(shape, element_bytes)
         return sum(kept.bytes(shape, element_bytes) for kept in self._state(len(shape)).tensors)
 
     def refusal(self, dims: int) -> str:
@@ -211,9 +259,10 @@ class OptimizerSpec(Spec):
     ) -> torch.optim.Optimizer:
         """Build the optimizer of a model's trainable parameters.
 
-        Weight decay applies to all parameters, but LARS and LAMB exempt parameters with fewer than two dimensions.
-        Every rank has the same groups; if a rank holds only a part of the model, some groups may be empty. The first
-        group contains the parameters that no other group matches.
+        Muon updates the matrices of `names`; without names, it updates all 2-D parameters. Weight decay applies to all
+        parameters, but LARS and LAMB exempt parameters with fewer than two dimensions. Every rank has the same groups;
+        if a rank holds only a part of the model, some groups may be empty. The first group contains the parameters
+        that no other group matches.
 
         Args:
             parameters: this rank's parameters by name; the names may be missing if the job has no groups.
@@ -237,7 +286,7 @@ class OptimizerSpec(Spec):
             options["fused"] = True if fused and has_fused else None
         groups = [
             {"params": [trained[name] for name in held if name in trained], **settings}
-            for settings, held in self.groups_of(names if names is not None else {name: (name,) for name in named})
+            for settings, held in self.groups_of(names if names is not None else _names_of_tensors(named))
         ]
         optimizer: torch.optim.Optimizer = _made(self.name, kind, groups, options)
         for group in optimizer.param_groups:
@@ -264,13 +313,31 @@ class OptimizerSpec(Spec):
                     )
                 owner[name] = number
         without = set(matching("optimizer.no_decay", self.no_decay, names))
-        found: dict[tuple[int, bool], list[str]] = {(0, False): []}
+        others = self._beside_matrices(names)
+        found: dict[tuple[int, bool, bool], list[str]] = {(0, False, False): []}
         for name in names:
-            found.setdefault((owner.get(name, 0), name in without), []).append(name)
+            found.setdefault((owner.get(name, 0), name in without, name in others), []).append(name)
         return [
-            ((self.groups[n - 1].settings if n else {}) | ({"weight_decay": 0.0} if kept else {}), held)
-            for (n, kept), held in sorted(found.items())
+            (
+                (self._of_adamw if by_adamw else {})
+                | (self.groups[n - 1].settings if n else {})
+                | ({"weight_decay": 0.0} if kept else {}),
+                held,
+            )
+            for (n, kept, by_adamw), held in sorted(found.items())
         ]
+
+    def _beside_matrices(self, names: Names) -> set[str]:
+        """Return the parameters that AdamW updates beside Muon; none for other optimizers."""
+        if self.name != "muon" or not isinstance(names, ModelNames):
+            return set()
+        matched = set(matching("optimizer.adamw.match", self.adamw.match, names))
+        return matched | (names.keys() - (names.shaped if self.adamw.match else names.matrices))
+
+    @property
+    def _of_adamw(self) -> dict[str, Any]:
+        own = self.adamw.model_dump(exclude={"match"}, exclude_none=True)
+        return _as_arguments(own) | {"matrices": False}
 
     def _class(self) -> type[torch.optim.Optimizer]:
         import torch
@@ -314,6 +381,11 @@ def _made(
         return kind(groups, **options)
     except (TypeError, ValueError) as error:
         raise JobError("optimizer.args_refused", "optimizer {name}: {error}", name=name, error=error) from error
+
+
+def _names_of_tensors(named: Mapping[str, torch.nn.Parameter]) -> ModelNames:
+    matrices = [name for name, p in named.items() if p.dim() == 2]
+    return ModelNames({name: (name,) for name in named}, matrices, matrices)
 
 
 @cache
@@ -361,6 +433,7 @@ class _Optimizer(NamedTuple):
 _COMMON = ("lr", "weight_decay")
 _ADAM = (*_COMMON, "betas", "eps")
 _OF_ALL = ("args", "groups", "no_decay")
+_OF_MUON = ("adjust_lr_fn", "adamw")
 _ARGUMENTS = ("weight_decay", "momentum", "nesterov", "betas", "eps")
 _SHORT = {
     "sgd": _Optimizer("torch.optim:SGD", (*_COMMON, "momentum", "nesterov"), 1, "element"),
@@ -368,6 +441,9 @@ _SHORT = {
     "adamw": _Optimizer("torch.optim:AdamW", _ADAM, 2, "element"),
     "lars": _Optimizer("paceline.job.zoo.optimizers:LARS", (*_COMMON, "momentum", "trust"), 1, "parameter"),
     "lamb": _Optimizer("paceline.job.zoo.optimizers:LAMB", _ADAM, 2, "parameter"),
+    "muon": _Optimizer(
+        "paceline.job.zoo.muon:Muon", (*_COMMON, "momentum", "nesterov", "adjust_lr_fn"), 1, "parameter"
+    ),
 }
 # torch's optimizer classes and their default learning rates, listed here because importing torch is slow
 _TORCH = {

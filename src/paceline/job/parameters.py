@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
@@ -12,7 +13,7 @@ from pydantic import BeforeValidator
 from paceline.errors import JobError
 
 if TYPE_CHECKING:
-    from torch import nn
+    from torch import Tensor, nn
 
 
 def _listed(value: Any) -> Any:
@@ -23,6 +24,20 @@ def _listed(value: Any) -> Any:
 Patterns: TypeAlias = Annotated[tuple[str, ...], BeforeValidator(_listed)]
 # for each parameter's name in a checkpoint, all names of the parameter; tied parameters have several
 Names: TypeAlias = Mapping[str, Sequence[str]]
+
+
+class ModelNames(dict[str, Sequence[str]]):
+    """`Names` of a model, and which of its parameters consist of matrices.
+
+    Attributes:
+        shaped: parameters with two dimensions, filters of 2-D and 3-D convolutions, and stacks of experts' matrices.
+        matrices: those of hidden layers, which Muon orthogonalizes by default. Embeddings, positions and the output
+            layer are not among them, as in https://kellerjordan.github.io/posts/muon/.
+    """
+
+    def __init__(self, names: Names, shaped: Iterable[str], matrices: Iterable[str]) -> None:
+        super().__init__(names)
+        self.shaped, self.matrices = frozenset(shaped), frozenset(matrices)
 
 
 def matching(key: str, patterns: Iterable[str], names: Names) -> list[str]:
@@ -52,12 +67,50 @@ def matching(key: str, patterns: Iterable[str], names: Names) -> list[str]:
     return [name for name in names if name in found]
 
 
-def names_of(model: nn.Module) -> Names:
-    """Return all names of each parameter of an undivided model."""
+def names_of(model: nn.Module) -> ModelNames:
+    """Return all names of each parameter of an undivided model, and which parameters are matrices."""
+    from torch import nn
+
     found: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         found.setdefault(id(parameter), []).append(name)
-    return {names[0]: names for names in found.values()}
+    tables, stacks = set[int](), set[int]()
+    for module in model.modules():
+        own = list(module.parameters(recurse=False))
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+            tables |= {id(p) for p in own}
+        elif isinstance(count := getattr(module, "num_experts", None), int):
+            stacks |= {id(p) for p in own if p.dim() == 3 and len(p) == count}
+    shaped = {name: p for name, p in model.named_parameters() if p.dim() in (2, 4, 5) or id(p) in stacks}
+    hidden = {
+        name: p
+        for name, p in shaped.items()
+        if id(p) not in tables and not any(word in name.lower() for word in ("embed", "position"))
+    }
+    output = _output_layer(model, tables)
+    if output is None and hidden:
+        named = [p for name, p in hidden.items() if name.count(".") < 2 and _OUTPUT_LAYERS.intersection(_words(name))]
+        output = (named or list(hidden.values()))[-1]
+    matrices = (name for name, p in hidden.items() if p is not output)
+    return ModelNames({names[0]: names for names in found.values()}, shaped, matrices)
+
+
+def _output_layer(model: nn.Module, tables: set[int]) -> Tensor | None:
+    """Return the output layer's weight, if the model names or ties the layer."""
+    from torch import nn
+
+    with suppress(AttributeError, NotImplementedError):
+        if (found := model.get_output_embeddings()) is not None:  # type: ignore[operator]
+            return found.weight  # type: ignore[no-any-return]
+    linear = (module.weight for module in model.modules() if isinstance(module, nn.Linear))
+    return next((weight for weight in linear if id(weight) in tables), None)
+
+
+_OUTPUT_LAYERS = {"head", "classifier", "fc", "logits", "output", "score"}
+
+
+def _words(name: str) -> list[str]:
+    return name.lower().replace("_", ".").split(".")
 
 
 def _matches(pattern: str, name: str) -> bool:

@@ -23,10 +23,12 @@ from paceline.job.partition import Partition
 from paceline.job.samples import DataSets, all_files_of, files_of
 from paceline.job.streams import Stream
 from paceline.planning.plan import DATA_AXES, Plan
+from paceline.planning.sync_info import sync_info
 from paceline.run.convert import fitted, load_weights, weights_from
 from paceline.split.layout import Part, ShardLayout, WeightSource, predicted_bytes
 from paceline.split.mesh import Mesh
 from paceline.split.quantized import QuantizingSource, formats_held, quantized_whole
+from paceline.split.whole_updates import muon_matrices, share_updates
 
 if TYPE_CHECKING:
     from paceline.run.record.run import Run
@@ -121,6 +123,7 @@ def _engine(
     settings = settings_of(job)
     source = None if goes_on else _published(job, model)
     names = names_of(model if isinstance(model, nn.Module) else model.model)
+    equal = not sync_info(plan.sync).local_steps  # replicas take the same steps
     if plan.splits:
         from paceline.engine.split_model import divide
 
@@ -129,11 +132,14 @@ def _engine(
             quantizing = QuantizingSource(source, split.quantized)
             load_weights({**split.parameters, **_kept(split.named_buffers(), source)}, split.parts, quantizing)
         optimizer = job.optimizer.build(split.parameters, names=names, fused=plan.fused)
+        share_updates(optimizer, mesh, split.parameters, split.parts, identical_replicas=equal)
         return RankEngine(split.model, optimizer, loss, loader, plan, mesh.world, settings, split, identical=goes_on)
     assert isinstance(model, nn.Module), "only a plan that divides a model takes one without memory"
     if source is not None:
         _load_whole(model, source)
-    optimizer = optimizer or job.optimizer.build(dict(model.named_parameters()), names=names, fused=plan.fused)
+    whole = dict(model.named_parameters())
+    optimizer = optimizer or job.optimizer.build(whole, names=names, fused=plan.fused)
+    share_updates(optimizer, mesh, whole, None, identical_replicas=equal)
     return RankEngine(model, optimizer, loss, loader, plan, mesh.world, settings, identical=goes_on)
 
 
@@ -252,7 +258,9 @@ def predicted_state_bytes(job: Job, engine: RankEngine) -> int:
     """
     held = engine.named_parameters()
     parts = engine.parts or {name: Part(name, ShardLayout.whole(p.shape)) for name, p in held.items()}
-    return predicted_bytes(parts, held, job.optimizer, averages=job.ema is not None).total
+    return predicted_bytes(
+        parts, held, job.optimizer, muon_matrices(engine.optimizer), averages=job.ema is not None
+    ).total
 
 
 def seed_all(seed: int) -> None:

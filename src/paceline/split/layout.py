@@ -283,7 +283,12 @@ def held_bytes(parameters: Iterable[Tensor], optimizer: torch.optim.Optimizer) -
 
 
 def predicted_bytes(
-    parts: Parts, like: Mapping[str, Tensor], optimizer: OptimizerSpec, *, averages: bool = False
+    parts: Parts,
+    like: Mapping[str, Tensor],
+    optimizer: OptimizerSpec,
+    matrices: Collection[Tensor] = (),
+    *,
+    averages: bool = False,
 ) -> StateBytes:
     """Predict this rank's bytes of training state from the layouts of its parameters.
 
@@ -294,6 +299,7 @@ def predicted_bytes(
         parts: the parts of the parameters that this rank holds.
         like: the parameters, full or divided, on any device; only dtype and `requires_grad` are read.
         optimizer: the job's optimizer settings.
+        matrices: entries of `like` that Muon updates, if it is the job's optimizer.
         averages: whether a moving average of the weights is also stored.
     """
     parameters = gradients = state = 0
@@ -302,7 +308,8 @@ def predicted_bytes(
         parameters += own
         if like[name].requires_grad:
             gradients += own
-            state += own * averages + optimizer.state_bytes(part.layout.shape, like[name].element_size())
+            size, matrix = like[name].element_size(), like[name] in matrices
+            state += own * averages + optimizer.state_bytes(part.layout.shape, size, matrix=matrix)
     return StateBytes(parameters, gradients, state)
 
 

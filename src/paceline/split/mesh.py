@@ -62,6 +62,16 @@ class Mesh:
         """
         return self._groups[axes]
 
+    def group_over(self, *axes: str) -> Group:
+        """Return the group of ranks along any axes; it is created if necessary.
+
+        Every rank calls this.
+        """
+        longer = tuple(axis for axis in axes if self.sizes[axis] > 1) or axes[:1]
+        if longer not in self._groups:
+            self._groups[longer] = self._make_group(longer)
+        return self._groups[longer]
+
     def devices(self, axis: str) -> DeviceMesh:
         """Return the one-dimensional `DeviceMesh` along an axis."""
         assert self._devices is not None, "a single rank has no mesh"

@@ -277,7 +277,7 @@ def test_a_loss_that_compares_samples_is_refused_in_parts_whoever_computes_it(tm
             "whole_batch_loss_over_stages",
             {"divided": ["pp", "cp"]},
         ),
-        ("fsdp=2 tp=2", {"optimizer": "lars"}, "updates_of_whole_parameters", {"divided": ["fsdp", "tp"]}),
+        ("fsdp=2 tp=2", {"optimizer": "Adafactor"}, "updates_of_whole_parameters", {"divided": ["fsdp", "tp"]}),
         ("fsdp=2 memory_format=channels_last", RESNET, "channels_last_of_divided_models", {}),
         ("fsdp=2 compile=reduce-overhead", {}, "graphs_of_divided_models", {}),
         ("remat=block", LINEAR, "no_blocks_to_recompute", {}),

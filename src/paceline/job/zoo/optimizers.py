@@ -3,18 +3,32 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterable
-from typing import Any, overload
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol, overload
 
 import torch
 from torch import Tensor
 
 
-class _Layerwise(torch.optim.Optimizer):
-    """Optimizer with one update per layer.
+class Norms(Protocol):
+    """Ranks that together compute norms of parameters, of which each rank holds a part."""
 
-    `_update` gets the parameters of a group whose steps are scaled by norms, and then the exempt parameters.
+    def norms(self, parameters: Sequence[Tensor], tensors: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+        """Return the L2 norms of whole tensors, as one vector for each entry of `tensors`."""
+        ...
+
+
+class Layerwise(torch.optim.Optimizer):
+    """Optimizer that scales the step of each parameter by norms.
+
+    A step changes neither weights nor state before all norms are known, so a step that was interrupted in the exchange
+    with other ranks can be repeated.
+
+    Attributes:
+        ranks: the ranks that hold parts of the same parameters; None if this rank holds whole parameters.
     """
+
+    ranks: Norms | None = None
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -32,16 +46,43 @@ class _Layerwise(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for group in self.param_groups:
-            for parameters, adapted in _adapted_and_exempt(group["params"]):
-                self._update(parameters, group, adapted)
+        parts = [(group, *part) for group in self.param_groups for part in _adapted_and_exempt(group["params"])]
+        directions = [self._directions(parameters, group, adapted) for group, parameters, adapted in parts]
+        weight_norms, norms = self._norms(
+            [p for _, parameters, adapted in parts if adapted for p in parameters],
+            [d for (*_, adapted), own in zip(parts, directions, strict=True) if adapted for d in own],
+        )
+        at = 0
+        for (group, parameters, adapted), own in zip(parts, directions, strict=True):
+            end = at + len(own) if adapted else at
+            ratios = self._ratios(weight_norms[at:end], norms[at:end], group) if adapted else None
+            self._update(parameters, own, ratios, group)
+            at = end
         return loss
 
     @abstractmethod
-    def _update(self, parameters: list[Tensor], group: dict[str, Any], adapted: bool) -> None: ...
+    def _directions(self, parameters: list[Tensor], group: dict[str, Any], adapted: bool) -> list[Tensor]:
+        """Return tensors whose norms determine the steps, without changing the state."""
+
+    @abstractmethod
+    def _ratios(self, weight_norms: Tensor, norms: Tensor, group: dict[str, Any]) -> Tensor:
+        """Return the factor of each parameter's step."""
+
+    @abstractmethod
+    def _update(
+        self, parameters: list[Tensor], directions: list[Tensor], ratios: Tensor | None, group: dict[str, Any]
+    ) -> None:
+        """Change the state and the parameters."""
+
+    def _norms(self, parameters: list[Tensor], directions: list[Tensor]) -> list[Tensor]:
+        if self.ranks is not None:
+            return self.ranks.norms(parameters, [parameters, directions])
+        return [
+            torch.stack(list(torch._foreach_norm(own))) if own else torch.empty(0) for own in (parameters, directions)
+        ]
 
 
-class LARS(_Layerwise):
+class LARS(Layerwise):
     """Layer-wise adaptive rate scaling (You, Gitman & Ginsburg, 2017, arXiv:1708.03888, algorithm 1).
 
     Each parameter's step is scaled by `trust * |w| / (|g| + weight_decay * |w|)`. Parameters with fewer than two
@@ -59,24 +100,29 @@ class LARS(_Layerwise):
     ) -> None:
         super().__init__(parameters, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "trust": trust})
 
-    def _update(self, parameters: list[Tensor], group: dict[str, Any], adapted: bool) -> None:
+    def _directions(self, parameters: list[Tensor], group: dict[str, Any], adapted: bool) -> list[Tensor]:
+        return [_gradient(p) for p in parameters]
+
+    def _ratios(self, weight_norms: Tensor, norms: Tensor, group: dict[str, Any]) -> Tensor:
+        ratios = group["trust"] * weight_norms / (norms + group["weight_decay"] * weight_norms)
+        return torch.where((weight_norms > 0) & (norms > 0), ratios, 1.0)
+
+    def _update(
+        self, parameters: list[Tensor], directions: list[Tensor], ratios: Tensor | None, group: dict[str, Any]
+    ) -> None:
         for p in parameters:
             if not self.state[p]:
                 self.state[p]["momentum"] = torch.zeros_like(p)
         velocity: list[Tensor] = [self.state[p]["momentum"] for p in parameters]
-        updates = [_gradient(p) for p in parameters]
-        decay = group["weight_decay"]
-        if adapted:
-            weight_norms, gradient_norms = _norms(parameters), _norms(updates)
-            ratios = group["trust"] * weight_norms / (gradient_norms + decay * weight_norms)
-            ratios = torch.where((weight_norms > 0) & (gradient_norms > 0), ratios, 1.0)
-            updates = _scaled(list(torch._foreach_add(updates, parameters, alpha=decay)), ratios)
+        if ratios is not None:
+            decayed = torch._foreach_add(directions, parameters, alpha=group["weight_decay"])
+            directions = _scaled(list(decayed), ratios)
         torch._foreach_mul_(velocity, group["momentum"])
-        torch._foreach_add_(velocity, updates, alpha=group["lr"])
+        torch._foreach_add_(velocity, directions, alpha=group["lr"])
         torch._foreach_sub_(parameters, velocity)
 
 
-class LAMB(_Layerwise):
+class LAMB(Layerwise):
     """Layer-wise adaptive moments for batch training (You et al., 2020, arXiv:1904.00962, algorithm 2).
 
     A step is Adam's step with bias correction plus decoupled weight decay. It is scaled by the ratio of the parameter's
@@ -93,38 +139,55 @@ class LAMB(_Layerwise):
         weight_decay: float = 0.0,
     ) -> None:
         super().__init__(parameters, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+        self._moved: dict[Tensor, dict[str, Tensor]] = {}
 
-    def _update(self, parameters: list[Tensor], group: dict[str, Any], adapted: bool) -> None:
-        updates = self._adam(parameters, group)
-        if adapted:
-            torch._foreach_add_(updates, parameters, alpha=group["weight_decay"])
-            weight_norms, update_norms = _norms(parameters), _norms(updates)
-            ratios = torch.where((weight_norms > 0) & (update_norms > 0), weight_norms / update_norms, 1.0)
-            updates = _scaled(updates, ratios)
-        torch._foreach_add_(parameters, updates, alpha=-group["lr"])
-
-    def _adam(self, parameters: list[Tensor], group: dict[str, Any]) -> list[Tensor]:
-        """Return Adam's bias-corrected directions."""
+    def _directions(self, parameters: list[Tensor], group: dict[str, Any], adapted: bool) -> list[Tensor]:
         for p in parameters:
             state = self.state[p]
             if not state:
                 state.update(step=torch.tensor(0.0), mean=torch.zeros_like(p), square=torch.zeros_like(p))
-            state["step"] += 1
-        gradients = [_gradient(p) for p in parameters]
-        means: list[Tensor] = [self.state[p]["mean"] for p in parameters]
-        squares: list[Tensor] = [self.state[p]["square"] for p in parameters]
+        means, squares = self._moments(parameters, group)
         # the step counters are on the CPU, so reading them does not wait for a device
-        steps = [self.state[p]["step"].item() for p in parameters]
+        steps = [self.state[p]["step"].item() + 1 for p in parameters]
         beta1, beta2 = group["betas"]
-        torch._foreach_lerp_(means, gradients, 1 - beta1)
-        torch._foreach_mul_(squares, beta2)
-        torch._foreach_addcmul_(squares, gradients, gradients, 1 - beta2)
         scale = torch._foreach_div(squares, [1 - beta2**step for step in steps])
         torch._foreach_sqrt_(scale)
         torch._foreach_add_(scale, group["eps"])
         updates = list(torch._foreach_div(means, [1 - beta1**step for step in steps]))
         torch._foreach_div_(updates, scale)
+        if adapted:
+            torch._foreach_add_(updates, parameters, alpha=group["weight_decay"])
         return updates
+
+    def _ratios(self, weight_norms: Tensor, norms: Tensor, group: dict[str, Any]) -> Tensor:
+        return torch.where((weight_norms > 0) & (norms > 0), weight_norms / norms, 1.0)
+
+    def _update(
+        self, parameters: list[Tensor], directions: list[Tensor], ratios: Tensor | None, group: dict[str, Any]
+    ) -> None:
+        for p in parameters:
+            self.state[p]["step"] += 1
+            self.state[p].update(self._moved.pop(p, {}))
+        scaled = directions if ratios is None else _scaled(directions, ratios)
+        torch._foreach_add_(parameters, scaled, alpha=-group["lr"])
+
+    def _moments(self, parameters: list[Tensor], group: dict[str, Any]) -> tuple[list[Tensor], list[Tensor]]:
+        """Return the moments of this step.
+
+        They replace the moments in the state at once, or in `_update` if the step could still be interrupted.
+        """
+        gradients = [_gradient(p) for p in parameters]
+        means: list[Tensor] = [self.state[p]["mean"] for p in parameters]
+        squares: list[Tensor] = [self.state[p]["square"] for p in parameters]
+        if self.ranks is not None:
+            means, squares = [mean.clone() for mean in means], [square.clone() for square in squares]
+            moved = ({"mean": mean, "square": square} for mean, square in zip(means, squares, strict=True))
+            self._moved |= dict(zip(parameters, moved, strict=True))
+        beta1, beta2 = group["betas"]
+        torch._foreach_lerp_(means, gradients, 1 - beta1)
+        torch._foreach_mul_(squares, beta2)
+        torch._foreach_addcmul_(squares, gradients, gradients, 1 - beta2)
+        return means, squares
 
 
 def _adapted_and_exempt(parameters: list[Tensor]) -> list[tuple[list[Tensor], bool]]:
@@ -137,11 +200,6 @@ def _adapted_and_exempt(parameters: list[Tensor]) -> list[tuple[list[Tensor], bo
 def _gradient(parameter: Tensor) -> Tensor:
     assert parameter.grad is not None  # `_adapted_and_exempt` has excluded parameters without a gradient
     return parameter.grad
-
-
-def _norms(tensors: list[Tensor]) -> Tensor:
-    """Return the L2 norms of all tensors in one vector."""
-    return torch.stack(list(torch._foreach_norm(tensors)))
 
 
 def _scaled(tensors: list[Tensor], ratios: Tensor) -> list[Tensor]:

@@ -152,6 +152,8 @@ def state_bytes(plan: Plan, job: Job, model: ModelInfo) -> int:
 
     This minimum holds both during and between steps. Activations are not included.
     """
+    from paceline.planning.model.model_info import state_tensors
+
     whole, trained, largest_block = _held(plan, model)
     # bf16 uses autocast: the parameters stay fp32
     size = 8 if plan.precision_for(job) == "fp64" else 4
@@ -161,14 +163,16 @@ def state_bytes(plan: Plan, job: Job, model: ModelInfo) -> int:
     kept = whole if plan.zero < 3 or plan.pp > 1 else max(whole / plan.fsdp, largest_block)
     # torch's pipelines gather and reduce once a step
     gradients = trained if plan.zero == 1 or plan.pp > 1 else trained / plan.fsdp
-    return int(size * (kept + gradients + job.state_tensors * trained / plan.fsdp))
+    return int(size * (kept + gradients + state_tensors(job, model) * trained / plan.fsdp))
 
 
 def offloaded_bytes(plan: Plan, job: Job, model: ModelInfo) -> int:
     """Return the bytes that one rank keeps in host memory under a plan with `offload`."""
+    from paceline.planning.model.model_info import state_tensors
+
     whole, trained, _ = _held(plan, model)
     size = 8 if plan.precision_for(job) == "fp64" else 4
-    return int(size * (whole + trained + job.state_tensors * trained) / plan.fsdp)
+    return int(size * (whole + trained + state_tensors(job, model) * trained) / plan.fsdp)
 
 
 def memory_shortage(context: PlanContext) -> str | None:

@@ -21,6 +21,7 @@ from paceline.planning.limits import (
 )
 from paceline.planning.model.model_info import undivided_attention
 from paceline.planning.plan import DEGREES, MEANT_FOR, V_SCHEDULES, Plan
+from paceline.planning.sync_info import SyncSpec
 from paceline.units import count
 
 # built-in metrics that need all predictions at once
@@ -165,7 +166,7 @@ def _loss_over_stages(context: PlanContext) -> PlanProblem | None:
 def _updates_of_whole_parameters(context: PlanContext) -> PlanProblem | None:
     """Refuse to shard parameters that the optimizer needs as a whole for an update."""
     plan, optimizer = context.plan, context.job.optimizer
-    if plan.ranks == 1 or (not context.divides and ":" not in optimizer.name):
+    if plan.ranks == 1 or optimizer.steps_on_parts or (not context.divides and ":" not in optimizer.name):
         return None
     scope = optimizer.scope
     if scope == "random":
@@ -189,8 +190,20 @@ def _updates_of_whole_parameters(context: PlanContext) -> PlanProblem | None:
         divided=divided,
         optimizer=optimizer.name,
         whole=whole[scope],
-        choices=["RMSprop", "sgd", "adam", "adamw"],
+        choices=["muon", "lamb", "adamw", "sgd"],
         works=" ".join(f"{key}=1" for key in divided),
+    )
+
+
+@_check("sync")
+def _matrices_on_servers(context: PlanContext) -> PlanProblem | None:
+    """Refuse Muon on parameter servers, each of which holds only rows of a matrix."""
+    if context.job.optimizer.name != "muon" or SyncSpec.parse(context.plan.sync).servers is None:
+        return None
+    return PlanProblem(
+        "plan.matrices_on_servers",
+        "plan {plan} lets parameter servers take the optimizer's steps on rows of the parameters, but muon needs whole "
+        "matrices. Use sync=allreduce, or the optimizer adamw.",
     )
 
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from paceline.errors import JobError, PlanProblem
 from paceline.job.job import Job
 from paceline.job.model import Dimensions, ModelSpec, Quantize, quantized_row_bytes
+from paceline.job.parameters import ModelNames, names_of
 from paceline.planning.model.graph import (
     Layer,
     ModelTrace,
@@ -86,6 +87,8 @@ class ModelInfo:
         batch_norms: names of the batch norms that keep running statistics.
         takes_positions: True if the model's `forward` has the argument `position_ids`.
         normalises_batches: True if the model has batch norms, with or without running statistics.
+        shaped, matrices: names of the parameters that consist of matrices, and those of hidden layers; see
+            `ModelNames`.
         compares_samples: True if the model's own loss compares the samples of a batch, as in CLIP. Such models are
             recognised by the argument `return_loss`.
     """
@@ -102,12 +105,15 @@ class ModelInfo:
     takes_positions: bool
     normalises_batches: bool = False
     compares_samples: bool = False
+    shaped: tuple[str, ...] = ()
+    matrices: tuple[str, ...] = ()
 
     @property
-    def names(self) -> dict[str, tuple[str, ...]]:
+    def names(self) -> ModelNames:
         """All names of each parameter. A tied parameter has several names."""
         tied = {names[0]: names for names in self.tied}
-        return {shape.name: tied.get(shape.name, (shape.name,)) for shape in self.parameters}
+        found = {shape.name: tied.get(shape.name, (shape.name,)) for shape in self.parameters}
+        return ModelNames(found, self.shaped, self.matrices)
 
     @property
     def takes_parts_of_sequences(self) -> bool:
@@ -176,6 +182,7 @@ def model_info_of(model: nn.Module) -> ModelInfo:
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names[id(parameter)].append(name)
     heads, key_value_heads = _numbers(model, _HEADS), _numbers(model, _KEY_VALUE_HEADS)
+    by_shape = names_of(model)
     return ModelInfo(
         modules=tuple(name for name, _ in model.named_modules() if name),
         blocks=blocks,
@@ -189,7 +196,19 @@ def model_info_of(model: nn.Module) -> ModelInfo:
         takes_positions="position_ids" in inspect.signature(model.forward).parameters,
         compares_samples="return_loss" in inspect.signature(model.forward).parameters,
         normalises_batches=any(isinstance(m, _BatchNorm) for m in model.modules()),
+        shaped=tuple(sorted(by_shape.shaped)),
+        matrices=tuple(sorted(by_shape.matrices)),
     )
+
+
+def state_tensors(job: Job, info: ModelInfo) -> float:
+    """Return `Job.state_tensors`; for Muon, the mean over the matrices and the parameters of AdamW."""
+    trained = [shape for shape in info.parameters if shape.trainable]
+    if job.optimizer.name != "muon" or not trained:
+        return job.state_tensors
+    matrices = set(info.matrices)
+    others = sum(shape.numel for shape in trained if shape.name not in matrices)
+    return job.state_tensors + others / sum(shape.numel for shape in trained)
 
 
 @cache
@@ -307,7 +326,7 @@ def model_info_by_dimensions(d: Dimensions, quantize: Quantize | None = None) ->
     blocks = {f"{stack}.{n}": layer for stack, found in stacks.items() for n, layer in enumerate(found)}
     parameters = {layer: _layer(d, layer) for layer in dict.fromkeys(blocks.values())}
     outside = dict(_outside(d))
-    inside = (
+    inside = [
         ParameterShape(
             f"{block}.{name}",
             sizes,
@@ -318,7 +337,7 @@ def model_info_by_dimensions(d: Dimensions, quantize: Quantize | None = None) ->
         )
         for block, layer in blocks.items()
         for name, sizes, expert in parameters[layer]
-    )
+    ]
     before, after = ("tokens", "positions", "segments", "embedding_norm", "encoder_norm"), ("norm", "head", "pooler")
     first, last = (_shapes(outside, names) for names in (before, after))
     return ModelInfo(
@@ -339,6 +358,8 @@ def model_info_by_dimensions(d: Dimensions, quantize: Quantize | None = None) ->
         experts=(d.experts,) if d.experts > 1 else (),
         batch_norms=(),
         takes_positions=True,
+        shaped=tuple(shape.name for shape in (*first, *inside, *last) if len(shape.sizes) > 1),
+        matrices=tuple(shape.name for shape in inside if len(shape.sizes) > 1),
     )
 
 

@@ -52,12 +52,14 @@ from paceline.planning.model.forward_pass import find_blocks, mixtures
 from paceline.planning.model.record import OperationMode
 from paceline.planning.model.recorder import tensors_in, without_logs
 from paceline.planning.plan import AXES, Plan
+from paceline.planning.sync_info import sync_info
 from paceline.run.build import loader_of
 from paceline.split.apply import Split
 from paceline.split.deferred_init import DeferredModel, record
 from paceline.split.expert import sent_to_experts
 from paceline.split.layout import StateBytes, predicted_bytes
 from paceline.split.mesh import Mesh
+from paceline.split.whole_updates import muon_matrices, share_updates
 
 DEVICES_PER_HOST = 8
 _BEYOND_ANY = 2**60  # memory of an imaginary device in bytes: large enough for any plan
@@ -211,12 +213,17 @@ def dry_run_stage(job: Job, plan: Plan, data: DataSets, stage: int) -> StageDryR
             split.allocate(DeferredModel(recorded.model, None, _nothing))
             route_evenly(_own(experts, split.modules), mesh.group("ep"), watch)
             optimizer = job.optimizer.build(split.parameters, names=names, fused=plan.fused)
+            equal = not sync_info(plan.sync).local_steps
+            share_updates(optimizer, mesh, split.parameters, split.parts, identical_replicas=equal)
             engine = RankEngine(split.model, optimizer, loss, loader, plan, world, settings, split)
             engine.reduction.signals = _DryRunSignals(world)
             watch.begin()
             problem = _stepped(engine, batch, split.modules)
             sent = _by_axis(watch.sent_bytes, mesh)
-            state = predicted_bytes(split.parts, split.parameters, job.optimizer, averages=job.ema is not None)
+            matrices = muon_matrices(optimizer)
+            state = predicted_bytes(
+                split.parts, split.parameters, job.optimizer, matrices, averages=job.ema is not None
+            )
             engine.close()
     return StageDryRun(
         stage, rank, [*split.report, *engine.messages], state, watch.peak_bytes, sent, sorted(watch.asked), problem

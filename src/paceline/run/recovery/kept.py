@@ -23,6 +23,7 @@ from paceline.job.samples import DataSets
 from paceline.planning.model.recorder import has_max_norm
 from paceline.planning.plan import Plan
 from paceline.run.build import begin_engine, build_engine, built, seed_all
+from paceline.split.whole_updates import takes_steps_together
 from paceline.state.rank_state import RankState
 from paceline.sync.local import LocalRule
 from paceline.sync.rule import broadcast_tensors
@@ -184,7 +185,8 @@ class KeptPart(Kept):
         self.state = self._reduced = None
 
     def broken_off(self, engine: RankEngine) -> None:
-        if engine.reduction.stage != "own":
+        # a step that needs the other ranks of the replica is taken again by all of them
+        if engine.reduction.stage != "own" and not takes_steps_together(engine.optimizer):
             gradients = {name: p.grad.clone() for name, p in engine.named_parameters().items() if p.grad is not None}
             self._reduced = _Reduced(gradients, engine.reduction.stage, RankState.of(engine).copied())
 
