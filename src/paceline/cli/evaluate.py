@@ -7,11 +7,13 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from paceline.cli.command import Checkpoint, RunPath
+from paceline.text import printable
 
 if TYPE_CHECKING:
     from paceline.run.record.run import Run
@@ -27,6 +29,14 @@ def command(
         ),
     ] = "test",
     checkpoint: Checkpoint = "newest",
+    harness: Annotated[
+        str,
+        typer.Option(metavar="TASKS", help="Evaluate tasks of lm-eval instead of a data set, e.g. hellaswag,arc_*."),
+    ] = "",
+    harness_path: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Folder with YAML files of further tasks. They may run code.")
+    ] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="With --harness: documents of each task.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
     """Evaluate a saved run on a data set with the metrics of its job.
@@ -35,6 +45,9 @@ def command(
     """
     from paceline.run.saved_model import evaluated
 
+    if harness:
+        _evaluate_tasks(run, [task for task in harness.split(",") if task], harness_path, checkpoint, limit, as_json)
+        return
     with run_with_checkpoint(run, checkpoint) as record:
         metrics = evaluated(record, data, checkpoint)
     if as_json:
@@ -43,6 +56,24 @@ def command(
     width = max(map(len, metrics))
     for name, value in metrics.items():
         typer.echo(f"{name:<{width}}  {value:.6g}")
+
+
+def _evaluate_tasks(
+    run: str, tasks: list[str], folder: Path | None, checkpoint: str, limit: int | None, as_json: bool
+) -> None:
+    from paceline.run.harness import run_harness
+
+    with run_with_checkpoint(run, checkpoint) as record:
+        found = run_harness(record, tasks, checkpoint=checkpoint, folder=folder, limit=limit)
+    if as_json:
+        results = [one._asdict() for one in found]
+        typer.echo(json.dumps({"run": run, "tasks": tasks, "checkpoint": checkpoint, "results": results}))
+        return
+    width = max((len(f"{one.task}  {one.metric}") for one in found), default=0)
+    for one in found:
+        error = "" if one.stderr is None else f" ± {one.stderr:.4g}"
+        name = printable(f"{one.task}  {one.metric}")
+        typer.echo(f"{name:<{width}}  {one.value:.6g}{error}")
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import (
     ConfigDict,
@@ -60,10 +60,15 @@ class EvaluateSpec(Spec):
     """Number of steps or epochs between evaluations on the validation set.
 
     By default, the model is evaluated after every epoch. It is always evaluated at the end of the run.
+
+    A language model also continues the `prompts` at every evaluation, with at most `max_new_tokens` tokens each. The
+    texts are in the run's record and on its page.
     """
 
     every_steps: int | None = Field(None, ge=1)
     every_epochs: int = Field(1, ge=1)
+    prompts: tuple[Annotated[str, Field(min_length=1)], ...] = ()  # with kind: chat, messages of a user
+    max_new_tokens: int = Field(64, ge=1)
 
 
 class CheckpointSpec(Spec):
@@ -230,6 +235,29 @@ class Job(Spec):
         return self
 
     @model_validator(mode="after")
+    def _write_samples(self) -> Job:
+        if not self.evaluate.prompts:
+            return self
+        specs = [self.data, *getattr(self.data, "sources", {}).values()]
+        reason = None
+        if self.model.task not in (None, "causal_lm"):
+            reason = f"a model for the task {self.model.task} does not continue texts"
+        elif not any(spec.kind in ("text", "tokens", "chat") for spec in specs):
+            reason = f"data of kind {self.data.kind} has no tokenizer"
+        elif any(getattr(spec, "objective", "causal") != "causal" for spec in specs):
+            reason = "a model that restores hidden tokens does not continue texts"
+        elif self.data.keeps_no_validation_set:
+            reason = "data.held_out is 0, so the model is not evaluated"
+        if reason is not None:
+            raise InvalidValue(
+                "job.prompts_impossible",
+                "evaluate.prompts needs a language model that is evaluated during training, but {reason}. Remove the "
+                "key, and use paceline generate after training.",
+                reason=reason,
+            )
+        return self
+
+    @model_validator(mode="after")
     def _clip_once(self) -> Job:
         if self.clip_norm is not None and self.clip_value is not None:
             raise InvalidValue(
@@ -335,6 +363,7 @@ class Job(Spec):
             "precision: fp16": self.precision == "fp16",
             "gradient_accumulation_steps": self.gradient_accumulation_steps > 1,
             "data.kind: iterable": self.data.kind == "iterable",
+            "evaluate.prompts": bool(self.evaluate.prompts),
         }
         return [key for key, used in found.items() if used]
 

@@ -34,8 +34,8 @@ from paceline.report.page import PAGE, Card, Chart, Row, not_by_paceline, write_
 from paceline.report.run_record import RunRecord, typical_parts
 from paceline.run.record.goodput import USEFUL, Goodput
 from paceline.run.record.progress import event_sentence
-from paceline.run.record.run import WARM_UP_STEPS, Run, Speed, timed
-from paceline.text import listed
+from paceline.run.record.run import HARNESS, WARM_UP_STEPS, Run, Speed, read_lines, timed
+from paceline.text import listed, printable
 from paceline.units import Shown, digits, percent, seconds, size
 
 TROUBLE = (
@@ -59,6 +59,8 @@ TROUBLE = (
     "recut",
 )
 WAITED_FOR = 0.03  # smallest wait that the page mentions, as a fraction of a step
+SAMPLES = 8  # largest number of continuations of a prompt that the page shows
+RESULTS = 100  # largest number of lm-eval's results that the page shows
 EVENTS = 100  # largest number of events that the page lists
 
 
@@ -132,6 +134,8 @@ def view_of(run: Run) -> dict[str, Any]:
         "breakdown": Chart("breakdown", figures.breakdown(bars, noun), label) if bars else None,
         "warnings": _warnings(record, synthetic=bool(start.get("synthetic", False))),
         "happened": _happened(events, noun),
+        "samples": _samples(record),
+        "harness": _harness(run),
         "sync": _sync(record, run.plan, comm_share),
         "goodput": _goodput(record.goodput, len(steps)),
     }
@@ -139,6 +143,34 @@ def view_of(run: Run) -> dict[str, Any]:
 
 def _newest(events: Sequence[dict[str, Any]], *kinds: str) -> dict[str, Any] | None:
     return next((event for event in reversed(events) if event["event"] in kinds), None)
+
+
+def _samples(record: RunRecord) -> list[tuple[str, list[tuple[int, str]]]]:
+    """Return each prompt with the steps and texts of its newest continuations, the newest first."""
+    found: dict[str, list[tuple[int, str]]] = {}
+    for event in reversed(record.evaluations):
+        samples = event.get("samples")
+        for sample in samples if isinstance(samples, list) else ():
+            if isinstance(sample, dict):
+                texts = found.setdefault(printable(str(sample.get("prompt"))), [])
+                if len(texts) < SAMPLES:
+                    texts.append((event["step"], printable(str(sample.get("text")))))
+    return list(found.items())
+
+
+def _harness(run: Run) -> list[tuple[str, str, str, str]]:
+    """Return step, task, metric and value of the newest results of lm-eval."""
+    found: dict[tuple[str, str, str], str] = {}
+    for line in read_lines(run.path / HARNESS):
+        results = line.get("results") if isinstance(line, dict) else None
+        for one in results if isinstance(results, list) else ():
+            if isinstance(one, dict) and isinstance(one.get("value"), (int, float)):
+                name = [printable(str(value)) for value in (line.get("step"), one.get("task"), one.get("metric"))]
+                error, limit = one.get("stderr"), line.get("limit")
+                more = f" ± {units.number(error)}" if isinstance(error, (int, float)) else ""
+                part = f" (first {limit} documents)" if isinstance(limit, int) else ""
+                found[name[0], name[1], name[2]] = f"{units.number(one['value'])}{more}{part}"
+    return [(*name, value) for name, value in list(found.items())[-RESULTS:]]
 
 
 # The headline

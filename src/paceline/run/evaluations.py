@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torch.utils.data import Dataset
 
@@ -15,6 +15,9 @@ from paceline.job.loss import Metric
 from paceline.job.samples import DataSets, apart
 from paceline.job.stop import Epochs, StopRule
 from paceline.run.record.recorder import Events, StepInfo
+
+if TYPE_CHECKING:
+    from paceline.run.samples import Samples
 
 UNREADABLE = "unreadable"  # reason to end a run: a rank cannot read data from a store
 
@@ -47,6 +50,11 @@ class Evaluations:
         # A copy, so that loader processes that start later do not inherit files opened by an evaluation.
         self._held_out = apart(data.held_out) if engine.loader.num_workers else data.held_out
         self._test = data.test
+        self._samples: Samples | None = None
+        if job.evaluate.prompts and data.held_out is not None:
+            from paceline.run.samples import Samples  # imports tokenizers, which few jobs need
+
+            self._samples = Samples(job, engine, data.held_out)
         self.unreadable: UnreadableBatch | None = None
         self.retries: list[tuple[int, Retry]] = []
         self.told: _Told = lambda step, metrics, counts: None
@@ -97,8 +105,10 @@ class Evaluations:
         metrics = self._metrics(self._held_out)
         if metrics is None:
             return UNREADABLE
-        weights = {} if engine.average is None else {"weights": "ema"}
-        self.events("evaluation", {"step": step, "epoch": self.epochs.fraction(step), "metrics": metrics, **weights})
+        details: dict[str, Any] = {} if engine.average is None else {"weights": "ema"}
+        if self._samples is not None:
+            details["samples"] = self._samples.write()
+        self.events("evaluation", {"step": step, "epoch": self.epochs.fraction(step), "metrics": metrics, **details})
         self.told(step, metrics, counts=counts)
         self.at, self.counted = step, step if counts else self.counted
         reason = self.stop.after_evaluation(metrics, step, counts=counts)

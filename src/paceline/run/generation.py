@@ -91,11 +91,7 @@ class TextForm:
             return cls(ByteTokenizer(), _no_chats, specials=False, ends=set())
         folder = tokenizer_folder(job)
         if folder is None:
-            raise JobError(
-                "generate.no_tokenizer",
-                "the job has no tokenizer, so text cannot be generated: neither data.tokenizer nor the folder of the "
-                "model names one. Add a tokenizer.json to the folder of the model.",
-            )
+            raise no_tokenizer()
         # Documents of kind: tokens begin without special tokens.
         form = cls.of_folder(folder, settings_folder(job), specials=job.data.kind != "tokens")
         if isinstance(job.data, Chat):
@@ -329,6 +325,15 @@ def _generating() -> tuple[type, ...]:
     from transformers import GenerationMixin
 
     return (GenerationMixin,)
+
+
+def no_tokenizer() -> JobError:
+    """Return the error about a job whose texts cannot be converted."""
+    return JobError(
+        "generate.no_tokenizer",
+        "the job has no tokenizer, so text cannot be read or written: neither data.tokenizer nor the folder of the "
+        "model names one. Add a tokenizer.json to the folder of the model.",
+    )
 
 
 def _must_write_text(model: ModelSpec) -> None:

@@ -56,7 +56,7 @@ def settings_folder(job: Job) -> Path | None:
     The result is the folder of the model's configuration, or the folder of its weights if only that one has a
     tokenizer.
     """
-    found = [path if path.is_dir() else path.parent for path in _local(job.model.hf, job.model.weights)]
+    found = [path if path.is_dir() else path.parent for path in _local(job.model.folder, job.model.weights)]
     return next((path for path in found if _has_tokenizer(path)), found[0] if found else None)
 
 

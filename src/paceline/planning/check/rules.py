@@ -500,5 +500,16 @@ def _batch_over_all_replicas(context: PlanContext) -> PlanProblem | None:
     return None
 
 
+@_check("cp")
+def _prompts_over_ranks(context: PlanContext) -> PlanProblem | None:
+    if context.plan.cp == 1 or not context.job.evaluate.prompts:
+        return None
+    return PlanProblem(
+        "plan.prompts_with_cp",
+        "plan {plan} divides each text over ranks (cp), so the model cannot continue evaluate.prompts during training. "
+        "Use a plan without cp, or remove the key and use paceline generate after training.",
+    )
+
+
 # every check, in the order in which reasons are given
 CHECKS = (*_checks, *split_rules.CHECKS)

@@ -34,6 +34,7 @@ from paceline.text import listed, printable
 # files that describe the run; ranks read them before they start
 DESCRIPTION = ("job.yaml", "cluster.yaml", "plan.txt", "environment.json")
 FOLDERS = ("steps", "checkpoints")
+HARNESS = "harness.jsonl"  # results of tasks of lm-eval
 # Job keys that may differ when a run is resumed. Of these, only `stop` can affect a step's result, and only with a
 # schedule that spans the whole run.
 FREE_KEYS = {"name", "metrics", "stop", "evaluate", "checkpoint", "deadline_s", "trackers"}
