@@ -309,6 +309,12 @@ class Loader:
         return bool(getattr(in_users_data(self.dataset, [])[0], "packed", False))
 
     @property
+    def pads_at_end(self) -> bool:
+        """True if the samples are causal sequences whose padding comes last and has the label -100."""
+        files = files_of(self.dataset)
+        return not self._samples.has_own_collate and bool(getattr(files, "pads_at_end", False))
+
+    @property
     def name(self) -> str:
         """Type name of the user's dataset, for errors."""
         return self._samples.name

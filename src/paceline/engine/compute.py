@@ -27,7 +27,7 @@ from paceline.errors import DataError
 from paceline.job.batch import Batch, place, rows, split, target_of
 from paceline.job.experts import add_counts, moe_counts, routers_of, weigh_balance
 from paceline.job.loss import Loss, Metric
-from paceline.job.loss_items import IGNORED, call, refused_batch
+from paceline.job.loss_items import IGNORED, call, declares_mean, is_known, refused_batch, trimmed
 from paceline.planning.cost.layout import BYTES
 from paceline.planning.plan import Plan
 from paceline.split.cross_entropy import divides_classes
@@ -80,6 +80,8 @@ class Compute(ABC):
         divides_logits: True if each rank keeps only its part of the vocabulary's logits, because the loss can combine
             the parts.
         chunks: this rank's output head, if the head computes the loss in chunks; otherwise None.
+        trims: True if positions after the last label that counts are not computed. Microbatches then differ in length,
+            so pipelines, divided sequences and compiled models compute all positions.
         reads: check that refuses reads of parameter shards outside of the model; None if each rank holds all
             parameters.
     """
@@ -107,6 +109,7 @@ class Compute(ABC):
         self.casts = self.divides_logits = False
         self.normalization = LossNormalization(self)
         self.experts = ExpertBalance(self)
+        self.trims = self._trims()
         self.packed = PackedCheck(self)
 
     @abstractmethod
@@ -145,6 +148,17 @@ class Compute(ABC):
         """Return the batch on this rank's device, in the plan's precision and memory format."""
         wide = torch.float64 if self.precision == "fp64" else None
         return place(batch, self.device, dtype=wide, channels_last=self.plan.memory_format == "channels_last")
+
+    def _trims(self) -> bool:
+        cut, plan = self.split, self.plan
+        alike = cut is not None and (cut.pipeline is not None or cut.context is not None or plan.sequence)
+        ignores = self.normalization.counts and (declares_mean(self.loss) or is_known(self.loss))
+        # padding takes part in the balance of experts
+        return self.loader.pads_at_end and ignores and not (alike or self.experts.routes or plan.compile != "off")
+
+    def place_trimmed(self, part: Batch) -> Batch:
+        """Return a part of a batch on this rank's device, without positions that need no computing."""
+        return self.place(trimmed(part) if self.trims else part)
 
     def autocast(self) -> AbstractContextManager[Any]:
         """Return the autocast context for the plan's precision; a null context if FSDP2 casts."""
@@ -233,11 +247,15 @@ class Compute(ABC):
 
 
 class ExpertBalance:
-    """Weights of the routers' load-balancing loss; unused for models without routers."""
+    """Weights of the routers' load-balancing loss; unused for models without routers.
+
+    Attributes:
+        routes: True if the model has routers.
+    """
 
     def __init__(self, compute: Compute) -> None:
         self.compute = compute
-        self._routes = any(True for _ in routers_of(compute.model))
+        self.routes = any(True for _ in routers_of(compute.model))
 
     def weigh(self, part: Batch | None, position: Position) -> None:
         """Set the weights of a microbatch in the routers' load-balancing loss.
@@ -249,7 +267,7 @@ class ExpertBalance:
 
     def weigh_each(self, parts: Sequence[Batch | None], position: Position) -> Callable[[int], None]:
         """Return a function that sets the weights of the microbatch with the given index."""
-        if not self._routes:
+        if not self.routes:
             return lambda number: None
         weights = [(0.0, None) if part is None else self._weights(part, position) for part in parts]
         return lambda number: weigh_balance(self.compute.model, *weights[number])
@@ -304,8 +322,11 @@ class WholeModel(Compute):
         local = LocalLoss()
         if position.local == 0 or batch is None:
             return local
-        parts, chunks = self.microbatches(self.place(batch)), self.chunks
-        if chunks is not None:
+        if self.trims:
+            parts = [self.place_trimmed(part) for part in self.microbatches(batch)]
+        else:
+            parts = self.microbatches(self.place(batch))
+        if (chunks := self.chunks) is not None:
             chunks.check(target_of(batch), self.here(step), self.loader.indices)
         for i, part in enumerate(parts):
             self.replica.backward.last = i == len(parts) - 1
@@ -328,14 +349,14 @@ class WholeModel(Compute):
             return _AS_IT_IS
         return cast(AbstractContextManager[None], knowing(target))
 
-    def microbatches(self, placed: Batch) -> list[Batch]:
+    def microbatches(self, batch: Batch) -> list[Batch]:
         """Split this rank's share of the batch into microbatches."""
-        return list(split(placed, self.plan.microbatches))
+        return list(split(batch, self.plan.microbatches))
 
     def output(self, batch: Batch | None, metrics: Sequence[Metric] = ()) -> tuple[Any, Batch] | None:
         """See `Compute.output`."""
         assert batch is not None, "only the ranks of one replica wait for each other"
-        placed = self.place(batch)
+        placed = self.place_trimmed(batch)
         with self.measuring(placed, metrics):
             return self.call(placed), placed
 

@@ -124,9 +124,13 @@ class SplitModel(Compute):
         local, count = LocalLoss(), self.split.microbatches(self.loader.partition.shares(position.step, position.epoch))
         if batch is None and not self.split.all_must_compute:
             return local
-        placed = self._placed(batch, count)
-        parts, chunks = list(split(placed, count)), self.chunks
-        if chunks is not None and batch is not None:
+        if self.trims:
+            whole = _repeated(self._sample, count) if batch is None else batch
+            parts = [self.place_trimmed(part) for part in split(whole, count)]
+        else:
+            placed = self._placed(batch, count)
+            parts = list(split(placed, count))
+        if (chunks := self.chunks) is not None and batch is not None:
             chunks.check(target_of(batch), self.here(step), self.loader.indices)
         if self.split.pipeline is not None:
             weigh = self.experts.weigh_each(parts if batch is not None else [None] * count, position)
@@ -162,7 +166,10 @@ class SplitModel(Compute):
         """See `Compute.output`."""
         if batch is None and not self.split.all_must_compute:
             return None
-        placed = self._placed(batch, 1)
+        if self.trims:
+            placed = self.place_trimmed(self._sample if batch is None else batch)
+        else:
+            placed = self._placed(batch, 1)
         pipeline = self.split.pipeline
         if self._head is not None:
             self._head.gather = True

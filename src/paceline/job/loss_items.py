@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from paceline.errors import BatchError, DataError, JobError
-from paceline.job.batch import Batch, rows
+from paceline.job.batch import Batch, rows, target_of
 
 if TYPE_CHECKING:
     from paceline.job.loss import Loss
@@ -96,6 +96,26 @@ class Term:
         if self.masked:
             counted = counted & (batch["attention_mask"] == 1)
         return (counted[..., 1:] if self.shifted else counted).sum()
+
+
+def trimmed(batch: Batch) -> Batch:
+    """Return a batch of causal sequences without the positions after the last label that counts.
+
+    These positions change no other output, so the loss and its gradient stay the same. A multiple of 8 positions
+    remains. A batch whose tensors are not all of the shape of the labels is returned unchanged.
+
+    Args:
+        batch: tokens and labels in host memory, each of shape (n, t).
+    """
+    labels = target_of(batch)
+    columns = batch.values() if isinstance(batch, Mapping) else batch
+    if labels.dim() != 2 or any(column.shape != labels.shape for column in columns):
+        return batch
+    counted = (labels != IGNORED).any(0).nonzero()
+    used = -(-int(counted[-1] + 1) // 8) * 8 if len(counted) else 8
+    if isinstance(batch, Mapping):
+        return {name: column[:, :used] for name, column in batch.items()}
+    return tuple(column[:, :used] for column in batch)
 
 
 def logits_of(output: Any) -> Tensor:

@@ -179,6 +179,11 @@ class MixedSamples(FileSamples):
         return self.sources[nth], shard - self._first_shards[nth]
 
     @property
+    def pads_at_end(self) -> bool:
+        """True if the samples of all sources are causal sequences with padding at the end."""
+        return all(getattr(source, "pads_at_end", False) for source in self.sources)
+
+    @property
     def packed(self) -> bool:
         """True if the sequences of any source hold several documents."""
         return any(getattr(source, "packed", False) for source in self.sources)

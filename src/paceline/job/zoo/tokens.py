@@ -357,6 +357,7 @@ class Sequences(ShardedSamples):
 
     Attributes:
         packed: whether a sample may hold several documents.
+        pads_at_end: whether positions after the last label that counts change nothing, so they need no computing.
     """
 
     labels = None
@@ -364,6 +365,7 @@ class Sequences(ShardedSamples):
     def __init__(self, corpus: Corpus, spans: Spans, spec: Tokens | Chat, form: SequenceForm) -> None:
         super().__init__(corpus, spans, spec)
         self.form, self.packed = form, form.packed
+        self.pads_at_end = form.causal and not form.packed
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch, which determines the hidden tokens of masked samples."""

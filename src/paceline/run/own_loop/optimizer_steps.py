@@ -562,7 +562,7 @@ class NoLoader:
 
     position = None
     indices: Sequence[int] = ()
-    is_packed = False  # as for any other data whose sequences are not declared
+    is_packed = pads_at_end = False  # as for any other data whose sequences are not declared
 
     def __init__(self, group: Group) -> None:
         self.group = group
