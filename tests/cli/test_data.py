@@ -19,7 +19,7 @@ from paceline.run.data_view import DataView, view_data
 from paceline.run.token_view import histogram
 from paceline.split.mesh import Mesh
 from shown_data import HERE, own, photos
-from small_tokenizers import SENTENCES, save_tokenizer
+from small_tokenizers import SENTENCES, save_chat_tokenizer, save_tokenizer
 
 
 @pytest.fixture
@@ -95,10 +95,8 @@ def test_packed_documents_have_boundaries_masks_and_padding(job: Any) -> None:
     assert sample.reading is not None
     stretches = [(one.text, one.document, one.counted) for one in sample.reading.stretches]
     assert stretches == [
-        ("the cat sat", 1, True),
-        ("</s>", 1, False),
-        ("\x1b[31mred <script>alert(1)</script>", 2, True),
-        ("</s>", 2, False),
+        ("the cat sat </s>", 1, True),
+        ("\x1b[31mred <script>alert(1)</script> </s>", 2, True),
     ]
     assert (sample.reading.documents, sample.reading.padding, sample.reading.counted) == ([4, 3], 2, 5)
     tokens = found.sets[0].tokens
@@ -117,6 +115,23 @@ def test_tokens_of_a_mixture_are_shown_as_text(job: Any, tmp_path: Path) -> None
     for mixed, one in zip(found.sets, alone.sets, strict=True):
         assert (mixed.name, mixed.samples) == (one.name, 2 * (one.samples or 0))
         assert mixed.tokens.padding_share == pytest.approx(one.tokens.padding_share)
+
+
+def test_the_assistants_tokens_are_marked_and_cut_ones_are_named(job: Any, tmp_path: Path) -> None:
+    save_chat_tokenizer(tmp_path / "tokenizer")
+    chat = [{"role": role, "content": SENTENCES[0]} for role in ("user", "assistant", "user", "assistant")]
+    (tmp_path / "chats.jsonl").write_text((json.dumps({"messages": chat}) + "\n") * 8)
+    data = {"kind": "chat", "path": "chats.jsonl", "tokenizer": "tokenizer", "context": 512}
+    found = view(job(data, model=GPT), 1)
+    assert found.samples[0].reading is not None
+    stretches = [(one.text, one.counted) for one in found.samples[0].reading.stretches]
+    asked = f"<|im_start|>user\n{SENTENCES[0]}<|im_end|>\n<|im_start|>assistant\n"
+    assert stretches == [(asked, False), (f"{SENTENCES[0]}<|im_end|>\n", True)] * 2
+    whole = found.samples[0].reading.tokens
+    for pack in (False, True):
+        short = view(job({**data, "context": 32, "pack": pack}, model=GPT), 1)
+        assert [one.cut for one in short.sets] == [(one.samples or 0) * (whole - 32) for one in short.sets]
+        assert len(short.notes) >= 2
 
 
 def test_labels_of_another_sequence_are_decoded(job: Any) -> None:

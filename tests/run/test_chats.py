@@ -40,8 +40,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         n_layer=2,
         n_head=4,
         n_positions=160,
-        **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0),
-        **dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id")),
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+        pad_token_id=None,
+        bos_token_id=None,
+        eos_token_id=None,
     )
     GPT2LMHeadModel(config).save_pretrained(folder)
     (folder / "chats.jsonl").write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats()))

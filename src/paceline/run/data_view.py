@@ -24,7 +24,7 @@ from paceline.data.samples import RequestedSamples
 from paceline.job.batch import Batch, rows
 from paceline.job.job import Job
 from paceline.job.partition import Partition
-from paceline.job.samples import DataSets, all_files_of, in_users_data
+from paceline.job.samples import DataSets, all_files_of, files_of, in_users_data
 from paceline.planning.plan import Plan
 from paceline.run.build import loader_of
 from paceline.run.token_view import Reading, TokenCounts, read_tokens
@@ -111,6 +111,7 @@ class SetView:
     Attributes:
         samples, batches: numbers in an epoch; None for a stream.
         read: number of samples that were read for `columns` and `tokens`.
+        cut: number of tokens of these samples that were cut off, because they are beyond the context.
         timed_out: whether reading ended because of `MOST_SECONDS`.
         classes: number of samples of each class; empty if the target is not a class.
         classes_of: number of samples that `classes` counts.
@@ -120,6 +121,7 @@ class SetView:
     samples: int | None
     batches: int | None
     read: int = 0
+    cut: int = 0
     timed_out: bool = False
     columns: dict[str, Column] = field(default_factory=dict)
     classes: Counter[int] = field(default_factory=Counter)
@@ -425,6 +427,7 @@ def _read(
         if labels is not None and not counted:
             found.classes.update(labels.tolist())
         found.read += len(indices)
+        found.cut += getattr(files_of(dataset), "counts", {}).get("cut", 0)
         say(f"reading {name}: {found.read:,} samples")
         if time.monotonic() > until and found.read >= wanted:
             found.timed_out = found.read < min(MOST_SAMPLES, math.inf if source.samples is None else source.samples)
@@ -517,6 +520,8 @@ def _notes(view: DataView) -> Iterator[str]:
         if found.tokens.without_target:
             number = count(found.tokens.without_target, "sample")
             yield f"{found.name}: no label counts in {number}, which therefore train nothing"
+        if found.cut:
+            yield f"{found.name}: {count(found.cut, 'token')} of the samples that were read are beyond the context"
     train, *others = view.sets
     complete = train.classes and (train.classes_of == train.samples)
     for other in others:

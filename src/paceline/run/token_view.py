@@ -28,7 +28,7 @@ class Stretch:
     Attributes:
         text: the tokens as text.
         document: number of the document in the sample, from 1.
-        counted: whether the loss counts the labels of these tokens.
+        counted: whether the model learns to predict these tokens: the loss counts them as labels.
     """
 
     text: str
@@ -176,12 +176,27 @@ def read_tokens(columns: Mapping[str, Any], row: int, tokenizer: Any) -> Reading
     counted = torch.ones_like(real) if found.labels is None else found.labels[0] != IGNORED
     starts = torch.zeros_like(real) if found.starts is None else found.starts[0] & real
     documents = [] if found.starts is None else _document_lengths(starts, real).tolist()
-    stretches = list(_stretches(ids, real, counted, starts, tokenizer))
+    shown = counted if found.labels is None else _learned(ids, found.labels[0], starts)
+    stretches = list(_stretches(ids, real, shown, starts, tokenizer))
     how_many = None if found.labels is None else int((counted & real).sum())
     target = ""
     if found.labels is None and (apart := _other_labels(columns, row)) is not None:
         target = _decoded(apart[apart != IGNORED][:_MOST_TOKENS].tolist(), tokenizer)
     return Reading(stretches, int(real.sum()), int((~real).sum()), documents, how_many, target)
+
+
+def _learned(ids: Tensor, labels: Tensor, starts: Tensor) -> Tensor:
+    """Return a mask of the tokens that are labels; of their positions if labels are not the next tokens."""
+    counted = labels != IGNORED
+    follows = labels[:-1] == ids[1:]
+    if not counted[:-1].any() or (follows & counted[:-1]).sum() < _NEARLY_ALL * counted[:-1].sum():
+        return counted
+    learned = torch.cat([counted[:1], counted[:-1]])
+    # the first token of a document is nowhere a label, so it is shown like the second one
+    first = starts.clone()
+    first[0] = True
+    following = torch.cat([learned[1:], learned[-1:]])
+    return torch.where(first, following, learned)
 
 
 def _spread(lengths: Lengths) -> str:
