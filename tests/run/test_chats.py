@@ -93,7 +93,7 @@ def tokens_and_labels(tokenizer: Any, messages: list[dict[str, str]]) -> tuple[t
 def job(folder: Path, **data: Any) -> Job:
     return Job(
         task="sft",
-        model={"hf": str(folder / "config.json"), "task": "causal_lm", "weights": str(folder)},
+        model={"hf": str(folder)},
         data={"kind": "chat", "path": str(folder / "chats.jsonl"), "context": 160, "held_out": 0, **data},
         optimizer={"name": "sgd", "lr": LR},
         global_batch=3 if data.get("pack") else len(ROWS),  # all samples, so that their order does not matter

@@ -310,7 +310,7 @@ class Loader:
 
     @property
     def pads_at_end(self) -> bool:
-        """True if the samples are causal sequences whose padding comes last and has the label -100."""
+        """True if padding comes last in causal sequences, with the label -100."""
         files = files_of(self.dataset)
         return not self._samples.has_own_collate and bool(getattr(files, "pads_at_end", False))
 

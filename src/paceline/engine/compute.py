@@ -157,7 +157,7 @@ class Compute(ABC):
         return self.loader.pads_at_end and ignores and not (alike or self.experts.routes or plan.compile != "off")
 
     def place_trimmed(self, part: Batch) -> Batch:
-        """Return a part of a batch on this rank's device, without positions that need no computing."""
+        """Place a part of a batch, without positions that need no computing."""
         return self.place(trimmed(part) if self.trims else part)
 
     def autocast(self) -> AbstractContextManager[Any]:

@@ -186,7 +186,10 @@ def read_tokens(columns: Mapping[str, Any], row: int, tokenizer: Any) -> Reading
 
 
 def _learned(ids: Tensor, labels: Tensor, starts: Tensor) -> Tensor:
-    """Return a mask of the tokens that are labels; of their positions if labels are not the next tokens."""
+    """Return a mask of the tokens that are labels.
+
+    If labels are not the next tokens, the mask shows the positions of the labels.
+    """
     counted = labels != IGNORED
     follows = labels[:-1] == ids[1:]
     if not counted[:-1].any() or (follows & counted[:-1]).sum() < _NEARLY_ALL * counted[:-1].sum():

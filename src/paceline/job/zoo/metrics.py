@@ -394,7 +394,7 @@ _METRICS: dict[str, type[Metric] | tuple[Callable[[Any, Any], tuple[Any, Any]], 
     "r2": R2,
     "contrastive_accuracy": (_partner_found, float),
 }
-_BY_LABEL = ("accuracy", "top5", "perplexity", "bits_per_byte")
+_BY_LABEL = ("accuracy", "token_accuracy", "top5", "perplexity", "bits_per_byte")
 _BY_SIDE_OF_0 = ("accuracy", "multilabel_accuracy", "f1", "auc")
 
 
