@@ -10,24 +10,22 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo as _not_compiled  # imports the compiler only when called
+from torch._guards import active_fake_mode
 
 from paceline.comm import Group
 from paceline.engine.guard import LossScale
 from paceline.errors import DataError, JobError
 from paceline.job.batch import Batch
-from paceline.job.loss import Loss, Metric
-from paceline.job.loss_items import check_labels, classes_on_dim_1, logits_of
+from paceline.job.loss import WHOLE_LOGITS_BYTES, Loss, Metric, chunk_rows
+from paceline.job.loss_items import IGNORED, check_labels, classes_on_dim_1, logits_of
 from paceline.planning.model.record import Call, record_graph
 from paceline.planning.model.recorder import is_linear, is_transposed, weighted
-from paceline.split.cross_entropy import ClassLoss, chunk_rows, chunked_cross_entropy, divides_classes
+from paceline.split.cross_entropy import ClassLoss, chunked_cross_entropy, divides_classes
 from paceline.split.tensor_layers import copy
 from paceline.units import size
 
-# with `chunk: auto`, whole logits of a microbatch may take this many bytes
-WHOLE_BYTES = 64 * 2**20
 # a head with fewer classes does not reach this limit with a common number of tokens, and is not searched for
 _CLASSES = 4096
 
@@ -65,7 +63,7 @@ def find_head(
         JobError: the loss requires chunks, but the model's head cannot compute them; the message has the reason.
     """
     chunk, whole = getattr(loss, "chunk", "off"), labels * _most_classes(model) * number_bytes / tp
-    if chunk == "auto" and whole <= WHOLE_BYTES:
+    if chunk == "auto" and whole <= WHOLE_LOGITS_BYTES:
         return None
     head = _traced(model, example, call)
     if head.path is None:
@@ -136,6 +134,7 @@ class ChunkedHead:
 
     Attributes:
         target: labels of the microbatch that comes next.
+        skips: True if the batch has ignored labels, whose rows are left out.
         totals: what the last forward pass within `measuring` computed: `(total, count)` of each metric.
     """
 
@@ -147,6 +146,7 @@ class ChunkedHead:
         self.module = self._modules[-1]
         self.classes = _classes(self.module) * (tp.size if tp is not None else 1)
         self.target: Tensor | None = None
+        self.skips = False
         self.totals: list[tuple[float, float]] = []
         self._metrics: Sequence[Metric] = ()
         self._made: Tensor | None = None
@@ -190,9 +190,11 @@ class ChunkedHead:
         return found.reshape(())
 
     def check(self, target: Tensor, where: str, samples: Sequence[int] | None = None) -> None:
-        """Check labels in host memory (`check_labels`)."""
+        """Check labels in host memory (`check_labels`), and look for ignored ones."""
+        self.skips = False
         if target.device.type == "cpu" and not target.is_floating_point():
             check_labels(target, self.classes, where, samples)
+            self.skips = active_fake_mode() is None and bool((target == IGNORED).any())
 
     @contextmanager
     def _replaced(self, forward: Callable[..., Tensor]) -> Iterator[None]:
@@ -230,14 +232,14 @@ class ChunkedHead:
             class_weight=loss.weight,
             loss_scale=self._loss_scale.value if self._loss_scale is not None else 1.0,
             transposed=is_transposed(self.module),
-            skips=input.device.type == "cpu",
+            skips=self.skips,
         )
         return self._made
 
     @_not_compiled
     def _measured(self, input: Tensor) -> Tensor:
         labels, inputs = self._labels(input).flatten(), input.flatten(0, -2)
-        count = chunk_rows(len(labels), torch.promote_types(input.dtype, torch.float32))
+        count = chunk_rows(len(labels), max(input.dtype.itemsize, 4))
         sums = [[0.0, 0.0] for _ in self._metrics]
         for start in range(0, len(labels), count):
             logits = self._forward(inputs[start : start + count])

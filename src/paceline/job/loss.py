@@ -42,6 +42,18 @@ class Loss(Protocol):
     def __call__(self, output: Any, target: Any) -> Tensor: ...
 
 
+# with `chunk: auto`, whole logits of a microbatch may take this many bytes
+WHOLE_LOGITS_BYTES = 64 * 2**20
+
+
+def chunk_rows(rows: int, number_bytes: int) -> int:
+    """Return the default number of rows of logits in a chunk.
+
+    Logits with 16 bits are also converted to 32 bits, so their chunks are smaller.
+    """
+    return min(max(-(-rows // (16 if number_bytes < 4 else 8)), 64), 2048)
+
+
 class Metric(Protocol):
     """A measure of the model on the validation set, of one of two kinds.
 
@@ -102,6 +114,12 @@ class LossSpec(_NamedSpec):
     def is_over_whole_sequences(self) -> bool:
         """True if the loss is a mean over whole sequences (`KLDivLoss` with the reduction `batchmean`)."""
         return self.args.get("reduction") == "batchmean" and bool(getattr(self.build(), "whole_sequences", False))
+
+    @property
+    def chunk(self) -> int | None:
+        """Number of tokens in a chunk of logits; 0 for `auto`, None for whole logits."""
+        chunk = self.args.get("chunk", "auto") if self.name == "cross_entropy" else "off"
+        return 0 if chunk == "auto" else chunk if isinstance(chunk, int) and chunk else None
 
     def with_whole_logits(self) -> LossSpec:
         """Return this loss, computed from whole logits."""

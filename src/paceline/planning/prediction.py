@@ -143,6 +143,7 @@ class Layouts:
             threads=threads,
             transport=plan.transport,
             fused=plan.fused,
+            loss_chunk=self.job.loss.chunk,
         )
 
 

@@ -16,6 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from paceline.comm import Group
 from paceline.errors import DataError
+from paceline.job.loss import chunk_rows
 from paceline.job.loss_items import IGNORED, check_labels, classes_on_dim_1, logits_of
 
 
@@ -76,14 +77,6 @@ def chunked_cross_entropy(
     how = _How(chunk, tp, label_smoothing, class_weight, loss_scale, transposed, skips, torch.is_grad_enabled())
     loss: Tensor = _Chunked.apply(hidden, weight, bias, target, how)
     return loss
-
-
-def chunk_rows(rows: int, dtype: torch.dtype) -> int:
-    """Return the default number of rows in a chunk.
-
-    Logits with 16 bits are also converted to 32 bits, so their chunks are smaller.
-    """
-    return min(max(-(-rows // (16 if dtype.itemsize < 4 else 8)), 64), 2048)
 
 
 @dataclass(frozen=True)
@@ -160,7 +153,7 @@ class _Passes:
         if index is not None and len(index) == len(self.labels):
             index = None
         rows = len(self.labels if index is None else index)
-        count = min(how.chunk or chunk_rows(rows, self.dtype), max(rows, 1))
+        count = min(how.chunk or chunk_rows(rows, self.dtype.itemsize), max(rows, 1))
         self._allocate(needed, skipping=index is not None, empty=not rows)
         logits = torch.empty(count, classes, dtype=self.dtype, device=hidden.device)
         wide = logits if self.dtype == self.wide else torch.empty_like(logits, dtype=self.wide)

@@ -26,6 +26,7 @@ from paceline.planning.model.graph import BlockTrace, ModelTrace
 from paceline.planning.model.model_info import trace
 from paceline.planning.model.transformer import transformer
 from paceline.run.dry_run.dry_run import MemoryWatch
+from paceline.split.cross_entropy import chunked_cross_entropy
 
 GIB = 2**30
 A100 = Machines(CATALOGUE["A100-SXM-80"], 64, 8, CATALOGUE["A100-SXM-80"].network)
@@ -263,6 +264,34 @@ def test_the_head_holds_what_torchs_cross_entropy_does(precision: Any) -> None:
         held = watch.peak_bytes - before
     layout = Layout(trace(job, precision), A100, samples=samples, precision=precision)
     assert memory(layout)["logits"] == pytest.approx(held, rel=0.03)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_a_head_holds_the_logits_of_one_chunk(precision: Any) -> None:
+    tokens, vocab, width = 4096, 30_000, 8
+    args = {"vocab": vocab, "context": tokens, "layers": 2, "hidden": width, "heads": 1}
+    job = Job(
+        model={"zoo": "gpt", "args": args},
+        data={"kind": "synthetic", "shape": [tokens], "vocab": vocab},
+        loss="cross_entropy",
+        optimizer={"name": "sgd", "lr": 0.1},
+        stop={"steps": 1},
+        global_batch=1,
+    )
+    with FakeTensorMode(), MemoryWatch() as watch:
+        states, labels = torch.zeros(tokens, width, requires_grad=True), torch.zeros(tokens, dtype=torch.long)
+        head = torch.nn.Linear(width, vocab, bias=False)
+        before = watch.live_bytes
+        with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
+            loss = chunked_cross_entropy(states, head.weight, None, labels, skips=False)
+        held = watch.peak_bytes - before
+        loss.backward(torch.ones(1, 1))
+    whole = Layout(trace(job, precision), A100, samples=1, precision=precision)
+    chunked = memory(replace(whole, loss_chunk=0))["logits"]
+    # the gradient of the weight counts as a gradient
+    assert chunked == pytest.approx(held - vocab * width * 4, rel=0.05)
+    assert chunked < 0.1 * memory(whole)["logits"]
+    assert memory(replace(whole, samples=1 / 4096, loss_chunk=0)) == memory(replace(whole, samples=1 / 4096))
 
 
 H100 = CATALOGUE["H100-SXM"]

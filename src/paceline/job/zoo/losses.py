@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import torch
 import torch.nn.functional as F
-from pydantic import Field, PositiveFloat, PositiveInt
+from pydantic import Field, PositiveFloat
 from torch import Tensor, nn
 
 from paceline.errors import DataError, JobError
@@ -81,9 +81,11 @@ class CrossEntropy:
         *,
         label_smoothing: Annotated[float, Field(ge=0, le=1)] = 0.0,
         weight: list[Annotated[float, Field(ge=0)]] | None = None,
-        chunk: PositiveInt | Literal["auto", "off"] = "auto",
+        chunk: Annotated[int, Field(gt=0, strict=True)] | Literal["auto", "off", False] = "auto",
     ) -> None:
-        self.label_smoothing, self.chunk, self._all_counted = label_smoothing, chunk, False
+        self.label_smoothing, self._all_counted = label_smoothing, False
+        # YAML reads `off` as False
+        self.chunk = chunk or "off"
         self.weight = None if weight is None else torch.tensor(weight)
 
     def __call__(self, output: Any, target: Tensor) -> Tensor:

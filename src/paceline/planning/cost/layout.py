@@ -168,6 +168,8 @@ class Layout:
         regather_ranks: number of neighbouring fsdp ranks that keep a second copy of the parameters for the backward
             pass (ZeRO++'s hierarchical partition, or an integer `reshard_after_forward` in torch's FSDP); 0 gathers
             from all fsdp ranks.
+        loss_chunk: number of tokens whose logits the loss computes at a time; 0 chooses it by size, and None computes
+            whole logits.
     """
 
     trace: ModelTrace
@@ -213,6 +215,7 @@ class Layout:
     imbalance: float = 1.0
     gather_bytes: float = 0.0
     regather_ranks: int = 0
+    loss_chunk: int | None = None
 
     def changed(self, **values: Any) -> Layout:
         """Return a copy with changed fields, like `dataclasses.replace` but faster.

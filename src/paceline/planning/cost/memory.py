@@ -11,6 +11,7 @@ from functools import cache
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
+from paceline.job.loss import WHOLE_LOGITS_BYTES, chunk_rows
 from paceline.planning.cost.layout import Layout
 from paceline.planning.cost.stages import stages
 from paceline.planning.model.graph import BlockTrace, ModelTrace
@@ -141,9 +142,10 @@ def _of_rank(
         results = memory_model.stage_results if layout.pp > 1 else 0
         kept += (held.kept + results * held.result) * count
         logits += held.logits * min(count, 1) * head
+    classes, width = max((held.classes, held.width) for held in chunks)
     working = max(held.working for held in chunks) * sample
     parameters, gradients, optimizer, gathered, update = _state(layout, memory_model, chunks)
-    kept, logits = kept * sample, logits * sample
+    kept, logits = kept * sample, _logits_bytes(layout, logits * sample, classes, width)
     if layout.offload_activations:
         # of the kept activations, two blocks' are in transfer
         kept *= min(2 * layout.pp / max(len(layout.trace.blocks), 1), 1.0)
@@ -155,6 +157,26 @@ def _of_rank(
     if layout.pp > 1 and memory_model.products:
         received = 2 * layout.microbatches * max(held.result for held in chunks) * sample
     return parameters, gradients, optimizer, kept, logits, working, gathered, received
+
+
+def _logits_bytes(layout: Layout, whole: float, classes: float, width: float) -> float:
+    """Return the bytes that the loss needs for logits and their gradients.
+
+    Args:
+        whole: bytes without chunks.
+        classes: number of logits of one token on this rank.
+        width: features that the head reads.
+    """
+    rows = int(layout.trace.tokens * layout.samples / layout.cp)
+    few = layout.loss_chunk == 0 and rows * classes * layout.number_bytes <= WHOLE_LOGITS_BYTES
+    chunked = layout.trace.plain_head and layout.framework.name.startswith("paceline")
+    if layout.loss_chunk is None or few or not chunked:
+        return whole
+    count = min(layout.loss_chunk or chunk_rows(rows, layout.number_bytes), rows)
+    # logits of 16 bits are also held in 32 bits, and a chunk's gradient of the weight in 16
+    narrow = layout.number_bytes < 4
+    logits = count * classes * (layout.number_bytes + (4 if narrow else 0))
+    return min(whole, logits + (classes * width * layout.number_bytes if narrow else 0.0))
 
 
 def _state(
@@ -328,6 +350,8 @@ class BlockMemory(NamedTuple):
         logits: elements that the loss saves in the head.
         working: additional elements while the backward pass recomputes a layer.
         result: elements of the output that is passed to the next stage.
+        classes: number of logits of one token in the head; 0 in other blocks.
+        width: features that the head reads.
     """
 
     dense: float
@@ -338,6 +362,8 @@ class BlockMemory(NamedTuple):
     logits: float
     working: float
     result: float
+    classes: float = 0.0
+    width: float = 0.0
 
 
 class MemoryConfig(NamedTuple):
@@ -386,9 +412,11 @@ def _held(block: BlockTrace, config: MemoryConfig, layer: bool) -> BlockMemory:
     squares = block.kept_scores / tp if config.squares else 0.0
     inside = block.kept_inside * (LOW_KEPT if config.narrow and block.kind != "head" else 1.0)
     kept, result = inside / tp + block.kept_outside / across, block.boundary / across
-    logits, working = 0.0, 0.0
+    logits = working = classes = width = 0.0
     if block.kind == "head":
         kept, logits = block.kept_outside / across, block.kept_inside / tp
+        columns = [(gemm.n, gemm.k) for gemm in block.gemms if not gemm.batch]
+        classes, width = max(columns, default=(0, 0))
     elif not block.trained:
         kept = 0.0
     elif layer and config.remat == "block":
@@ -400,7 +428,16 @@ def _held(block: BlockTrace, config: MemoryConfig, layer: bool) -> BlockMemory:
     else:
         kept += squares
     return BlockMemory(
-        dense, experts, 0.0 if layer else dense, dense + experts if layer else 0.0, kept, logits, working, result
+        dense,
+        experts,
+        0.0 if layer else dense,
+        dense + experts if layer else 0.0,
+        kept,
+        logits,
+        working,
+        result,
+        classes / tp,
+        width,
     )
 
 
@@ -416,7 +453,16 @@ def _products(block: BlockTrace, config: MemoryConfig, across: int) -> float:
 
 def summed(memories: tuple[BlockMemory, ...]) -> BlockMemory:
     """Return the total memory of consecutive blocks."""
-    dense, experts, outside, largest, kept, logits, working, _ = zip(*memories, strict=True)
+    dense, experts, outside, largest, kept, logits, working, _, classes, width = zip(*memories, strict=True)
     return BlockMemory(
-        sum(dense), sum(experts), sum(outside), max(largest), sum(kept), sum(logits), max(working), memories[-1].result
+        sum(dense),
+        sum(experts),
+        sum(outside),
+        max(largest),
+        sum(kept),
+        sum(logits),
+        max(working),
+        memories[-1].result,
+        max(classes),
+        max(width),
     )

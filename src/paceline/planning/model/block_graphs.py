@@ -66,7 +66,7 @@ def estimated(model_info: ModelInfo, tokens: int, why: str) -> ModelTrace:
         f"{why}: FLOPs are estimated as 2 · parameters · tokens, and activations from the widths of matrices. Measured "
         "blocks replace these estimates"
     )
-    return ModelTrace(tuple(_kinds(alike)), tokens=tokens, names=names, notes=(note,))
+    return ModelTrace(tuple(_kinds(alike)), tokens=tokens, names=names, notes=(note,), plain_head=False)
 
 
 def _estimated(kind: str, name: str, shapes: list[ParameterShape], tokens: int, tables: Sequence[str]) -> BlockTrace:

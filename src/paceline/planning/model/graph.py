@@ -172,6 +172,7 @@ class ModelTrace:
         names: module name of each block, `""` outside of repeated blocks; () if the trace does not come from a module.
         notes: sentences on facts that could not be determined.
         sparse: embedding tables with sparse gradients.
+        plain_head: True if the logits are exactly the output of a linear layer, which can compute its loss in chunks.
     """
 
     blocks: tuple[BlockTrace, ...]
@@ -180,6 +181,7 @@ class ModelTrace:
     names: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     sparse: tuple[SparseTable, ...] = ()
+    plain_head: bool = True
 
     def __hash__(self) -> int:
         """Hash, computed only once: searches look traces up thousands of times."""

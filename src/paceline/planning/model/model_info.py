@@ -6,7 +6,7 @@ import inspect
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from itertools import groupby
 from math import prod
@@ -487,7 +487,8 @@ class TracedModel:
         if key not in self._traces:
             from paceline.planning.model.block_graphs import assembled
 
-            self._traces[key] = assembled(seen, model_info(self._job.model), self._job.loss.name, key[1])
+            made = assembled(seen, model_info(self._job.model), self._job.loss.name, key[1])
+            self._traces[key] = replace(made, plain_head=self._degrees.has_plain_head)
         return self._traces[key]
 
     def undivided_attention(self, tp: int) -> PlanProblem | None:

@@ -96,6 +96,11 @@ class TensorDegrees:
         working = reduce(set.intersection, heads) if heads else {n for region in regions for n in region.degrees}
         return min(working - {1}, default=2)
 
+    @property
+    def has_plain_head(self) -> bool:
+        """True if the model's logits are exactly the output of a linear layer."""
+        return any(is_logits for is_logits, _ in _heads(self._survey.graph).values())
+
     def refusals(self, ranks: int) -> list[PlanProblem]:
         """Return the reasons why the split would refuse this number of ranks."""
         return refusals(self._survey.regions, ranks)
