@@ -20,6 +20,7 @@ from pydantic import (
 )
 
 from paceline.errors import InvalidValue, JobError
+from paceline.job.model import quantized_row_bytes
 from paceline.job.parameters import ModelNames, Names, Patterns, matching
 from paceline.job.spec import Args, Spec, check_call, load_object, resolve_import_path
 from paceline.text import nearest
@@ -96,6 +97,7 @@ class OptimizerSpec(Spec):
     args: Args = Field(default_factory=dict)  # further arguments of the class
     groups: tuple[GroupSpec, ...] = ()
     no_decay: Patterns = ()  # parameters without weight decay, in any group
+    state: Literal["bf16", "int8"] | None = None  # adam and adamw: type of the moments; None: the parameter's type
 
     @model_validator(mode="before")
     @classmethod
@@ -166,6 +168,20 @@ class OptimizerSpec(Spec):
                     key=twice[0],
                     name=self.name,
                 )
+        if self.state is not None and self.name not in ("adam", "adamw"):
+            raise InvalidValue(
+                "optimizer.state_of_other",
+                "state: {state} exists for adam and adamw, not for {name}. Use adamw, or leave out state.",
+                state=self.state,
+                name=self.name,
+            )
+        if self.state is not None and self.args:
+            raise InvalidValue(
+                "optimizer.state_with_args",
+                "with state: {state}, {name} has no further arguments. Leave out args or state.",
+                state=self.state,
+                name=self.name,
+            )
         if self.name != "muon" and (given := sorted(self.model_fields_set.intersection(_OF_MUON))):
             raise InvalidValue(
                 "optimizer.key_of_muon",
@@ -215,6 +231,8 @@ class OptimizerSpec(Spec):
     @property
     def has_fused_step(self) -> bool:
         """Return True if torch has a fused step and `args` select no other implementation."""
+        if self.state is not None:
+            return False
         return self.name.lower() in ("sgd", "adam", "adamw") and not {"fused", "foreach"} & self.args.keys()
 
     @property
@@ -223,6 +241,8 @@ class OptimizerSpec(Spec):
 
         Only tensors with the shape of the matrix count. A tensor of a smaller type counts as a fraction.
         """
+        if self.state is not None:
+            return 2 * (2 if self.state == "bf16" else quantized_row_bytes("int8", 64) / 64) / 4
         if known := self._known_without_torch:
             return float(bool(self.momentum) if self.name == "sgd" else known.kept)
         tensors = self._state(2).tensors
@@ -237,6 +257,8 @@ class OptimizerSpec(Spec):
         if self.name == "muon":
             whole = prod(shape) * element_bytes
             return whole if matrix else OptimizerSpec(name="adamw").state_bytes(shape, element_bytes)
+        if self.state == "int8" and len(shape) > 1:
+            return 4 + 2 * prod(shape[:-1]) * quantized_row_bytes("int8", shape[-1])
         return sum(kept.bytes(shape, element_bytes) for kept in self._state(len(shape)).tensors)
 
     def refusal(self, dims: int) -> str:
@@ -345,7 +367,8 @@ class OptimizerSpec(Spec):
         from paceline.job.zoo.optimizer_trials import check_step
 
         if self.name in _SHORT:
-            return resolve_name(_SHORT[self.name].path)  # type: ignore[no-any-return]
+            path = _SHORT[self.name].path if self.state is None else "paceline.job.zoo.low_precision:LowPrecisionAdam"
+            return resolve_name(path)  # type: ignore[no-any-return]
         found = load_object(self.name if ":" in self.name else f"torch.optim:{self.name}")
         if not (isinstance(found, type) and issubclass(found, torch.optim.Optimizer)):
             raise JobError(
@@ -358,7 +381,8 @@ class OptimizerSpec(Spec):
 
     def _options(self) -> dict[str, Any]:
         own = _SHORT[self.name].options if self.name in _SHORT else ("lr",)
-        return {option: getattr(self, option) for option in own} | _as_arguments(self.args)
+        low = {} if self.state is None else {"state": self.state, "decoupled": self.name == "adamw"}
+        return {option: getattr(self, option) for option in own} | low | _as_arguments(self.args)
 
 
 BASE_LR = "base_lr"  # the group's learning rate before a schedule changes it
@@ -432,7 +456,7 @@ class _Optimizer(NamedTuple):
 
 _COMMON = ("lr", "weight_decay")
 _ADAM = (*_COMMON, "betas", "eps")
-_OF_ALL = ("args", "groups", "no_decay")
+_OF_ALL = ("args", "groups", "no_decay", "state")
 _OF_MUON = ("adjust_lr_fn", "adamw")
 _ARGUMENTS = ("weight_decay", "momentum", "nesterov", "betas", "eps")
 _SHORT = {

@@ -27,7 +27,7 @@ from paceline.planning.sync_info import sync_info
 from paceline.run.convert import fitted, load_weights, weights_from
 from paceline.split.layout import Part, ShardLayout, WeightSource, predicted_bytes
 from paceline.split.mesh import Mesh
-from paceline.split.quantized import QuantizingSource, formats_held, quantized_whole
+from paceline.split.quantized import QuantizingSource, formats_held, quantized_whole, refuse_cut_moments
 from paceline.split.whole_updates import muon_matrices, share_updates
 
 if TYPE_CHECKING:
@@ -131,6 +131,7 @@ def _engine(
         if source is not None:
             quantizing = QuantizingSource(source, split.quantized)
             load_weights({**split.parameters, **_kept(split.named_buffers(), source)}, split.parts, quantizing)
+        refuse_cut_moments(job.optimizer, split.parts, split.parameters, plan)
         optimizer = job.optimizer.build(split.parameters, names=names, fused=plan.fused)
         share_updates(optimizer, mesh, split.parameters, split.parts, identical_replicas=equal)
         return RankEngine(split.model, optimizer, loss, loader, plan, mesh.world, settings, split, identical=goes_on)

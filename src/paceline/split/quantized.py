@@ -7,19 +7,20 @@ frozen parameters.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from paceline.errors import PlanError
-from paceline.job.model import QUANTIZED_TOGETHER
+from paceline.job.model import QUANTIZED_TOGETHER, quantized_row_bytes
 from paceline.job.zoo.quantized import QuantizedLinear, RowFormat, marked
 from paceline.split.deferred_init import DeferredModel, allocate
 from paceline.split.layout import Parts, ShardLayout, WeightSource, local, whole_parts
 
 if TYPE_CHECKING:
+    from paceline.job.optimizer import OptimizerSpec
     from paceline.planning.plan import Plan
 
 Formats = dict[str, RowFormat]
@@ -72,6 +73,50 @@ def quantize(modules: Iterable[nn.Module], formats: Formats, parts: Parts, plan:
         layer, kind = layers[name]
         QuantizedLinear.convert(layer, kind)
         parts[name].layout = ShardLayout((layout.full[0], format.row_bytes), (layout.kept[0], kept))
+
+
+def refuse_cut_moments(optimizer: OptimizerSpec, parts: Parts, like: Mapping[str, Tensor], plan: Plan) -> None:
+    """Raise an error if a plan cuts rows of 8-bit moments within a block.
+
+    Raises:
+        PlanError: the moments of a shard would differ from those of the undivided parameter.
+    """
+    for name, parameter in like.items() if optimizer.state == "int8" else ():
+        layout = parts[name].layout
+        if not parameter.requires_grad or len(layout.full) < 2:
+            continue
+        try:
+            RowFormat("int8", layout.full[-1]).intervals(layout.kept[-1])
+        except ValueError:
+            raise PlanError(
+                "plan.moments_block_cut",
+                "plan {plan}: optimizer.state: int8 stores blocks of {block} columns, but tp cuts the {columns} "
+                "columns of {name} within a block, so the updates would differ from those of an undivided model. Use "
+                "a smaller tp, state: bf16, or fsdp instead.",
+                plan=plan,
+                block=QUANTIZED_TOGETHER,
+                columns=layout.full[-1],
+                name=name,
+            ) from None
+
+
+def packed_layout(shape: Sequence[int], dtype: torch.dtype, layout: ShardLayout, *, whole: bool) -> ShardLayout | None:
+    """Return the part of 8-bit moments that belongs to a part of a parameter.
+
+    Args:
+        shape: shape of the moments of the rank, or of all ranks if `whole`.
+        dtype: type of the moments.
+        layout: the rank's part of the parameter.
+
+    Returns:
+        None if a tensor of this shape and type does not hold 8-bit moments of the parameter.
+    """
+    own = layout.full if whole else layout.shape
+    if dtype != torch.uint8 or len(own) < 2 or tuple(shape) != (*own[:-1], quantized_row_bytes("int8", own[-1])):
+        return None
+    format = RowFormat("int8", layout.full[-1])
+    full = (*layout.full[:-1], format.row_bytes)
+    return ShardLayout(full, (*layout.kept[:-1], format.intervals(layout.kept[-1])))
 
 
 class QuantizingSource:

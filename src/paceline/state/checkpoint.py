@@ -14,6 +14,7 @@ from torch import Tensor
 
 from paceline.errors import CheckpointError
 from paceline.split.layout import Part, ShardLayout, local, tied_names
+from paceline.split.quantized import packed_layout
 from paceline.state.average import drop_average
 from paceline.state.rank_state import (
     RankState,
@@ -185,6 +186,8 @@ def _state_part(name: str, value: Tensor, part: Part, *, local_steps: bool) -> P
     sharded = part.sharded | {"dp"} if local_steps else part.sharded
     if value.shape == part.layout.shape:
         return replace(part, sharded=sharded)
+    if (packed := packed_layout(value.shape, value.dtype, part.layout, whole=False)) is not None:
+        return Part(name, packed, sharded, set(), part.stages, part.writes)
     if not part.sharded or value.numel() == 1:
         return Part(name, ShardLayout.whole(value.shape), sharded, set(), part.stages, part.writes)
     raise CheckpointError(
@@ -282,6 +285,11 @@ def _read_state(full_name: str, parameter: Tensor, part: Part, loaded: Loaded) -
     if entry.shape and tuple(entry.shape) == part.layout.full:
         own = torch.empty_like(parameter, dtype=DTYPES[entry.dtype])
         loaded.shared.fill(full_name, own, part.layout)
+        return own
+    packed = packed_layout(entry.shape, DTYPES[entry.dtype], part.layout, whole=True)
+    if packed is not None:
+        own = torch.empty(packed.shape, dtype=torch.uint8, device=parameter.device)
+        loaded.shared.fill(full_name, own, packed)
         return own
     if part.sharded and math.prod(entry.shape) != 1:
         raise CheckpointError(

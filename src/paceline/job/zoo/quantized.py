@@ -24,6 +24,7 @@ from paceline.job.model import QUANTIZED_TOGETHER as BLOCK
 from paceline.job.model import Quantize, quantized_row_bytes
 
 _GROUP, _INT8 = (1, BLOCK), (torch.int8, -127, 127)
+_MODULES = {"int8": "torchao.quantization.quant_primitives", "nf4": "bitsandbytes"}
 _SCALE = 4  # bytes of a scale, which is a float32
 _AT_ONCE = 2**20  # elements that are quantized at a time, because the libraries need many times their memory
 
@@ -54,15 +55,17 @@ class RowFormat:
         shape = [len(packed), self._blocks * BLOCK]
         if packed.is_meta or not len(packed):
             return packed.new_empty((len(packed), self.columns), dtype=dtype)
-        library = _library(self.kind)
+        operations = _operations(self.kind)
         codes, scales = packed.split([self._code_bytes, self._blocks * _SCALE], dim=1)
         scales = scales.contiguous().view(torch.float32)
         # the kernels of bitsandbytes do not support float64
         narrow = dtype if dtype in (torch.float16, torch.bfloat16) else torch.float32
         if self.kind == "int8":
-            found = library.dequantize_affine(codes.view(torch.int8), _GROUP, scales, None, *_INT8, output_dtype=narrow)
+            found = operations.dequantize_affine(
+                codes.view(torch.int8), _GROUP, scales, None, *_INT8, output_dtype=narrow
+            )
         else:
-            found = library.dequantize_4bit(
+            found = operations.dequantize_4bit(
                 codes.contiguous().view(-1, 1), scales.view(-1), BLOCK, "nf4", shape, narrow
             )
         weight: Tensor = found[:, : self.columns].to(dtype)
@@ -93,13 +96,13 @@ class RowFormat:
         return tuple((start // of_block * BLOCK, stop // of_block * BLOCK) for start, stop in codes)
 
     def _pack(self, rows: Tensor) -> Tensor:
-        library = _library(self.kind)
+        operations = _operations(self.kind)
         rows = F.pad(rows, (0, self._blocks * BLOCK - self.columns))
         if self.kind == "int8":
-            scales, zeros = library.choose_qparams_affine(rows, library.MappingType.SYMMETRIC, _GROUP, *_INT8)
-            codes = library.quantize_affine(rows, _GROUP, scales, zeros, *_INT8).view(torch.uint8)
+            scales, zeros = operations.choose_qparams_affine(rows, operations.MappingType.SYMMETRIC, _GROUP, *_INT8)
+            codes = operations.quantize_affine(rows, _GROUP, scales, zeros, *_INT8).view(torch.uint8)
         else:
-            codes, scales = library.quantize_4bit(rows, BLOCK, "nf4", torch.uint8)
+            codes, scales = operations.quantize_4bit(rows, BLOCK, "nf4", torch.uint8)
         return torch.cat([codes.view(len(rows), -1), scales.view(len(rows), -1).view(torch.uint8)], 1)
 
     @property
@@ -209,7 +212,7 @@ def mark(model: nn.Module, kind: Quantize) -> None:
     Raises:
         JobError: a library is missing, or the model has no such layer.
     """
-    _library(kind)
+    _operations(kind)
     owners: dict[Tensor, int] = {}
     for module in model.modules():
         for parameter in module._parameters.values():
@@ -262,21 +265,27 @@ def _in_block(name: str) -> bool:
 
 
 @cache
-def _library(kind: Quantize) -> Any:
-    """Import the functions that quantize, without the library's messages about kernels for absent devices."""
-    name = "torchao" if kind == "int8" else "bitsandbytes"
+def library(module: str) -> Any:
+    """Import a module of torchao or bitsandbytes, without their messages about kernels for absent devices.
+
+    Raises:
+        JobError: the library is missing.
+    """
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
-        found = import_module("torchao.quantization.quant_primitives" if kind == "int8" else name)
+        return import_module(module)
     except ImportError as error:
         raise JobError(
-            "model.quantize_library_missing",
-            "quantize: {kind} needs the library {library}. Run: pip install 'paceline[tune]' ({error})",
-            kind=kind,
-            library=name,
+            "job.low_precision_library_missing",
+            "quantize and optimizer.state need the library {library}. Run: pip install 'paceline[tune]' ({error})",
+            library=module.partition(".")[0],
             error=error,
         ) from None
     finally:
         logging.disable(before)
+
+
+def _operations(kind: Quantize) -> Any:
+    found = library(_MODULES[kind])
     return found if kind == "int8" else torch.ops.bitsandbytes

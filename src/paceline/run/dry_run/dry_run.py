@@ -59,6 +59,7 @@ from paceline.split.deferred_init import DeferredModel, record
 from paceline.split.expert import sent_to_experts
 from paceline.split.layout import StateBytes, predicted_bytes
 from paceline.split.mesh import Mesh
+from paceline.split.quantized import refuse_cut_moments
 from paceline.split.whole_updates import muon_matrices, share_updates
 
 DEVICES_PER_HOST = 8
@@ -212,6 +213,7 @@ def dry_run_stage(job: Job, plan: Plan, data: DataSets, stage: int) -> StageDryR
         with without_logs(), FakeTensorMode(allow_non_fake_inputs=True), watch, watch.resizing():
             split.allocate(DeferredModel(recorded.model, None, _nothing))
             route_evenly(_own(experts, split.modules), mesh.group("ep"), watch)
+            refuse_cut_moments(job.optimizer, split.parts, split.parameters, plan)
             optimizer = job.optimizer.build(split.parameters, names=names, fused=plan.fused)
             equal = not sync_info(plan.sync).local_steps
             share_updates(optimizer, mesh, split.parameters, split.parts, identical_replicas=equal)
