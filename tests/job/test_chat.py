@@ -205,6 +205,29 @@ def test_long_conversations_are_cut_and_rows_without_an_answer_are_counted(tmp_p
     assert len(dataset) == (2 if pack else 3)
 
 
+def test_conversations_without_any_answer_are_refused_before_they_are_packed(tmp_path: Path) -> None:
+    folder = save_chat_tokenizer(tmp_path / "tokenizer")
+    path = write(tmp_path / "rows.jsonl", [{"messages": [user("And?")]}] * 3)
+    with raises(DataError, "data.no_answers", rows=3):
+        job_of(path, folder, pack=True).data.build(input_shape=None, seed=0)
+
+
+@pytest.mark.parametrize("pack", [False, True])
+def test_a_mixture_draws_from_conversations_of_several_forms(tmp_path: Path, pack: bool) -> None:
+    folder = save_chat_tokenizer(tmp_path / "tokenizer")
+    chats = write(tmp_path / "chats.jsonl", [{"messages": TWO_TURNS}] * 4)
+    pairs = write(tmp_path / "pairs.jsonl", [{"question": "The river was", "answer": " low."}] * 4)
+    keys = {"kind": "chat", "tokenizer": str(folder), "context": 128, "held_out": 0, "pack": pack}
+    values = job_of(chats, folder).model_dump(mode="json", exclude_defaults=True)
+    columns = {"prompt": "question", "completion": "answer"}
+    sources = {"a": {**keys, "path": str(chats)}, "b": {**keys, "path": str(pairs), "columns": columns}}
+    job = Job(**{**values, "data": {"kind": "mixture", "sources": sources}})
+    dataset: Any = job.data.build(input_shape=None, seed=0).train
+    batch = dataset.__getitems__([0, len(dataset) - 1]).values
+    labels = batch["labels"] if pack else batch[1]
+    assert (labels != IGNORED).any(1).all()
+
+
 def test_packed_conversations_have_the_labels_of_single_ones_and_positions_of_their_own(tmp_path: Path) -> None:
     folder = save_chat_tokenizer(tmp_path / "tokenizer")
     rows = [{"messages": [user(f"And {n}?"), assistant("Low " * (n % 5 + 1))]} for n in range(12)]
@@ -233,6 +256,7 @@ def test_packed_conversations_have_the_labels_of_single_ones_and_positions_of_th
         ({"task": "sft", "data": {"kind": "digits"}}, "job.task_of_other_data"),
         ({"task": "pretrain"}, "job.task_of_other_data"),
         ({"task": "sft", "loss": "mse"}, "job.task_of_other_loss"),
+        ({"task": "sft", "model": "bert"}, "job.task_of_other_model"),
     ],
 )
 def test_a_task_refuses_what_belongs_to_another_one(tmp_path: Path, changes: dict[str, Any], code: str) -> None:

@@ -91,6 +91,13 @@ def tokenize(
                 journal.write(_lines(part._asdict()))
                 journal.flush()
         about = replace(about, parts=tuple(finished[part] for part in wanted))
+        if turns is not None and not about.documents:
+            raise DataError(
+                "data.no_answers",
+                "in none of the {rows} conversations does the assistant write anything, so nothing can be trained. "
+                'Give messages the role "assistant", or set data.train_on: all.',
+                rows=about.empty,
+            )
         _finish(out, about)
         return about
 

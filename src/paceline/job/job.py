@@ -208,13 +208,14 @@ class Job(Spec):
                 task=task,
                 loss=self.loss.name,
             )
-        if self.model.task not in (None, "causal_lm") and not (task == "pretrain" and self.model.task == "masked_lm"):
+        of_model = "masked_lm" if self.model.zoo == "bert" else self.model.task
+        if of_model not in (None, "causal_lm") and not (task == "pretrain" and of_model == "masked_lm"):
             raise InvalidValue(
                 "job.task_of_other_model",
-                "task: {task} needs a model that writes text, but model.task is {of_model}. Set model.task to "
-                "causal_lm.",
+                "task: {task} needs a model that writes text, but the task of the model is {of_model}. Set "
+                "model.task to causal_lm, or name another model.",
                 task=task,
-                of_model=self.model.task,
+                of_model=of_model,
             )
         return self
 

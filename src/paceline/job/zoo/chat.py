@@ -34,12 +34,12 @@ def build_chat(spec: Chat, seed: int) -> DataSets:
     if spec.pack:
         packed = convert_chats(spec, chats)
         folders = Folders(packed, None)
-        form = SequenceForm(spec, folders.first, chats.sha256, seed)
+        form = SequenceForm(spec, folders.first, chats.tokenizer.sha256, seed)
         arrow = packed.model_copy(update={"format": "arrow"})
         return sharded_sets(
             arrow, lambda corpus, spans: TokenSamples(corpus, spans, spec, form, folders, chats.tokenizer)
         )
-    form = SequenceForm(spec, chats.tokenizer, chats.sha256, seed)
+    form = SequenceForm(spec, chats.tokenizer, chats.tokenizer.sha256, seed)
     return sharded_sets(spec, lambda corpus, spans: ChatSamples(corpus, spans, spec, form, chats))
 
 
