@@ -161,3 +161,16 @@ def test_a_run_ends_once_no_replica_can_be_whole_again(
     assert [(event["rank"], event["again"]) for event in events(run, "lost")][:1] == [(3, False)]
     outcome.fails_with("launch.rank_killed")
     assert "rank 0 (host " in outcome.err
+
+
+@pytest.mark.parametrize("plan", ["dp=2", pytest.param("dp=2 fsdp=2", marks=pytest.mark.slow)])
+def test_steps_of_muon_that_ranks_take_together_survive_a_lost_rank(plan: str, tmp_path: Path) -> None:
+    """In float64, because Muon magnifies rounding."""
+    muon = {"name": "muon", "lr": 0.01}
+    job = write_job(tmp_path / "job.yaml", **long_job(optimizer=muon, precision="fp64", ema=0.9))
+    expected = losses_of(job)
+    with training(job, tmp_path, plan) as (process, run):
+        killed_in(run, process, [(1, 4), (0, 12)])
+        ended_well(process)
+    assert losses(run) == pytest.approx(expected, rel=1e-6)
+    assert not events(run, "resume"), "nothing was read from the disk"

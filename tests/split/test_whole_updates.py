@@ -13,6 +13,7 @@ from commands import losses
 from model_families import family_job
 from paceline.job.optimizer import OptimizerSpec
 from paceline.job.parameters import names_of
+from paceline.planning.model.model_info import matrix_work, model_info, state_tensors
 from paceline.planning.plan import Plan
 from paceline.run.parity import Parts, Steps
 from paceline.run.parity.check import TOLERANCES, Parity
@@ -23,7 +24,7 @@ from ranks import Ranks
 from refusals import raises
 from small_jobs import new_run, small_job, train_as_rank, train_here
 
-MUON = {"name": "muon", "lr": 0.02, "weight_decay": 0.1, "adamw": {"lr": 0.003, "eps": 1e-3}, "no_decay": ["bias"]}
+MUON = {"name": "muon", "lr": 0.02, "weight_decay": 0.1, "adamw": {"lr": 0.003, "eps": 1e-3}, "no_decay": ["*norm*"]}
 LARS, LAMB = {"name": "lars", "lr": 0.5, "momentum": 0.9}, {"name": "lamb", "lr": 0.01, "weight_decay": 0.1}
 
 
@@ -125,6 +126,19 @@ def test_the_state_that_is_predicted_is_the_state_that_is_kept() -> None:
     assert predicted == held_bytes(model.parameters(), optimizer)
 
 
+def test_the_planner_counts_one_state_tensor_for_matrices_and_two_for_the_rest(tmp_path: Path) -> None:
+    job = family_job("gpt", tmp_path, optimizer=MUON)
+    model = job.model.build()
+    optimizer = job.optimizer.build(dict(model.named_parameters()), names=names_of(model))
+    matrices = sum(p.numel() for p in muon_matrices(optimizer))
+    whole = sum(p.numel() for p in model.parameters())
+    info = model_info(job.model)
+    assert state_tensors(job, info) == pytest.approx((matrices + 2 * (whole - matrices)) / whole)
+    flops, numbers = matrix_work(job, info)
+    assert numbers == matrices
+    assert flops > 0
+
+
 @pytest.mark.parametrize(
     ("values", "code"),
     [
@@ -162,7 +176,7 @@ QUICK = {("gpt", "muon", "fsdp=2 tp=2"), ("moe", "muon", "fsdp=2 ep=2"), ("gpt",
             ("gpt", [MUON, LARS, LAMB], ["fsdp=2 tp=2"]),
             ("moe", [MUON, LAMB], ["fsdp=2 ep=2", "ep=2 tp=2"]),
             ("llama", [MUON], ["fsdp=2 tp=2"]),
-            ("resnet", [MUON], ["fsdp=2"]),
+            ("resnet", [{"name": "muon", "lr": 0.02}], ["fsdp=2"]),
         )
         for optimizer in optimizers
         for plan in plans

@@ -335,7 +335,7 @@ class OptimizerSpec(Spec):
                     )
                 owner[name] = number
         without = set(matching("optimizer.no_decay", self.no_decay, names))
-        others = self._beside_matrices(names)
+        others = self.beside_matrices(names)
         found: dict[tuple[int, bool, bool], list[str]] = {(0, False, False): []}
         for name in names:
             found.setdefault((owner.get(name, 0), name in without, name in others), []).append(name)
@@ -349,7 +349,7 @@ class OptimizerSpec(Spec):
             for (n, kept, by_adamw), held in sorted(found.items())
         ]
 
-    def _beside_matrices(self, names: Names) -> set[str]:
+    def beside_matrices(self, names: Names) -> set[str]:
         """Return the parameters that AdamW updates beside Muon; none for other optimizers."""
         if self.name != "muon" or not isinstance(names, ModelNames):
             return set()

@@ -6,6 +6,7 @@ import difflib
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from fnmatch import fnmatchcase
+from math import prod
 from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 from pydantic import BeforeValidator
@@ -65,6 +66,11 @@ def matching(key: str, patterns: Iterable[str], names: Names) -> list[str]:
             )
         found |= dict.fromkeys(own)
     return [name for name in names if name in found]
+
+
+def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
+    """Return the shape of a parameter's matrices, such as the experts in a stack."""
+    return (shape[-2], shape[-1]) if len(shape) < 4 else (shape[0], prod(shape[1:]))
 
 
 def names_of(model: nn.Module) -> ModelNames:

@@ -17,7 +17,7 @@ from paceline.planning.cost.layout import BYTES, Layout, Machines, Prediction
 from paceline.planning.history import corrected
 from paceline.planning.machines import Adjustment, adjusted, machines
 from paceline.planning.model.graph import ModelTrace
-from paceline.planning.model.model_info import model_info, state_tensors, trace
+from paceline.planning.model.model_info import matrix_work, model_info, state_tensors, trace
 from paceline.planning.plan import DEGREES, Plan
 from paceline.planning.sync_info import CompressSpec, SyncSpec
 from paceline.units import count
@@ -86,6 +86,7 @@ class Layouts:
         self.trace = self.trace_at(job.precision)
         by_name = job.optimizer.name == "muon"  # only then, the model's parameters must be known
         self.state_tensors = state_tensors(job, model_info(job.model)) if by_name else job.state_tensors
+        self.matrices = matrix_work(job, model_info(job.model)) if by_name else (0.0, 0.0)
         self.held_part = 1.0 if job.quantize is None else model_info(job.model).held_part
         self._places = {name: i for i, name in enumerate(self.trace.names) if name}
 
@@ -133,6 +134,8 @@ class Layouts:
             parameter_bytes=number * self.held_part,
             gradient_bytes=number,
             optimizer_bytes=number * self.state_tensors,
+            matrix_flops=self.matrices[0],
+            matrix_numbers=self.matrices[1],
             offload=plan.offload,
             cut=_cut(plan, self.trace, self._places),
             sync_bytes=_sent_bytes(plan, self.trace, number),

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from paceline.comm import Group
 from paceline.device import uploaded, widest_float
-from paceline.job.zoo.muon import Muon, Orthogonalize, matrix_shape
+from paceline.job.parameters import matrix_shape
+from paceline.job.zoo.muon import Muon, Orthogonalize
 from paceline.job.zoo.optimizers import Layerwise
 from paceline.planning.plan import REPLICA
 from paceline.split.layout import Box, Interval, Parts, ShardLayout

@@ -277,6 +277,7 @@ def test_a_loss_that_compares_samples_is_refused_in_parts_whoever_computes_it(tm
             "whole_batch_loss_over_stages",
             {"divided": ["pp", "cp"]},
         ),
+        ("dp=2 sync=server", {"optimizer": "muon"}, "matrices_on_servers", {}),
         ("fsdp=2 tp=2", {"optimizer": "Adafactor"}, "updates_of_whole_parameters", {"divided": ["fsdp", "tp"]}),
         ("fsdp=2 memory_format=channels_last", RESNET, "channels_last_of_divided_models", {}),
         ("fsdp=2 compile=reduce-overhead", {}, "graphs_of_divided_models", {}),

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from math import prod, sqrt
+from math import sqrt
 from typing import Any, Protocol, overload
 
 import torch
 from torch import Tensor, nn
+
+from paceline.job.parameters import matrix_shape
 
 Orthogonalize = Callable[[Tensor], Tensor]
 
@@ -122,11 +124,6 @@ class Muon(torch.optim.Optimizer):
         assert p.grad is not None
         moved = self.state[p]["momentum_buffer"].lerp(p.grad, 1 - group["momentum"])
         return p.grad.lerp(moved, group["momentum"]) if group["nesterov"] else moved
-
-
-def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
-    """Return the shape of a parameter's matrices, such as the experts in a stack."""
-    return (shape[-2], shape[-1]) if len(shape) < 4 else (shape[0], prod(shape[1:]))
 
 
 def _of_each_matrix(orthogonalize: Orthogonalize, update: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ from functools import cache
 from typing import TYPE_CHECKING
 
 from paceline.errors import JobError
-from paceline.job.optimizer import OptimizerSpec
+from paceline.job.optimizer import AdamWSpec, OptimizerSpec
 from paceline.job.schedule import ScheduleSpec
 from paceline.planning.model.model_info import ModelInfo, model_info
 
@@ -22,8 +22,8 @@ def check_optimizer(job: Job) -> None:
     """
     optimizer, schedule = job.optimizer, job.schedule
     if job.model.transformer is not None:  # a model given by dimensions has no parameter names
-        optimizer = optimizer.model_copy(update={"groups": (), "no_decay": ()})
-    by_name = bool(job.model.freeze or optimizer.groups or optimizer.no_decay)
+        optimizer = optimizer.model_copy(update={"groups": (), "no_decay": (), "adamw": AdamWSpec()})
+    by_name = bool(job.model.freeze or optimizer.groups or optimizer.no_decay or optimizer.adamw.match)
     if optimizer.has_short_name and not optimizer.args and not by_name and not schedule.by_class:
         return
     _check(optimizer.model_dump_json(), schedule.model_dump_json(), model_info(job.model), job.stop.steps)

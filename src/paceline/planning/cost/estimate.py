@@ -10,6 +10,7 @@ from paceline.planning.cost import constants
 from paceline.planning.cost.compute import device_of, peak_flops, vector_bandwidth
 from paceline.planning.cost.frameworks import stepped, summed
 from paceline.planning.cost.layout import (
+    BYTES,
     PARTS,
     FrameworkProfile,
     Layout,
@@ -269,9 +270,25 @@ def _optimizer_s(layout: Layout, slow: StageCost) -> float:
     each = constants.OPTIMIZER_PASSES * (
         2 * layout.parameter_bytes + 2 * layout.gradient_bytes + 2 * layout.optimizer_bytes
     )
+    matrices_s = _matrices_s(layout) if layout.matrix_flops else 0.0
     if layout.offload and not layout.machines.device.is_core:
-        return _on_host_s(layout, numbers)
-    return numbers * each / vector_bandwidth(device_of(layout))
+        return _on_host_s(layout, numbers) + matrices_s
+    return numbers * each / vector_bandwidth(device_of(layout)) + matrices_s
+
+
+def _matrices_s(layout: Layout) -> float:
+    """Return the time to orthogonalize the updates of matrices, and to exchange them, in seconds."""
+    replicas = layout.dp if layout.sync_every == 1 else 1
+    parts = layout.fsdp * layout.tp * layout.ep
+    ranks = replicas * parts * layout.cp
+    each = 1 / layout.pp
+    flops_s = layout.matrix_flops * each / ranks / (peak_flops(device_of(layout), "bf16") * constants.GEMM_TOP)
+    if ranks == 1:
+        return flops_s
+    path = group_path(layout, ranks, min(layout.stride[axis] for axis in ("fsdp", "tp", "ep", "cp", "dp")))
+    nbytes = BYTES["bf16"] * layout.matrix_numbers * each
+    to_owners = gather_s(nbytes / ranks, path) if parts > 1 else 0.0
+    return flops_s + to_owners + gather_s(nbytes / parts, path)
 
 
 def _on_host_s(layout: Layout, numbers: float) -> float:

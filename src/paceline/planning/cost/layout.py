@@ -170,6 +170,8 @@ class Layout:
             from all fsdp ranks.
         loss_chunk: number of tokens whose logits the loss computes at a time; 0 chooses it by size, and None computes
             whole logits.
+        matrix_flops, matrix_numbers: operations of Muon on the matrices in a step, and elements of these matrices; 0
+            for other optimizers.
     """
 
     trace: ModelTrace
@@ -216,6 +218,8 @@ class Layout:
     gather_bytes: float = 0.0
     regather_ranks: int = 0
     loss_chunk: int | None = None
+    matrix_flops: float = 0.0
+    matrix_numbers: float = 0.0
 
     def changed(self, **values: Any) -> Layout:
         """Return a copy with changed fields, like `dataclasses.replace` but faster.

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from paceline.errors import JobError, PlanProblem
 from paceline.job.job import Job
 from paceline.job.model import Dimensions, ModelSpec, Quantize, quantized_row_bytes
-from paceline.job.parameters import ModelNames, names_of
+from paceline.job.parameters import ModelNames, matrix_shape, names_of
 from paceline.planning.model.graph import (
     Layer,
     ModelTrace,
@@ -206,9 +206,25 @@ def state_tensors(job: Job, info: ModelInfo) -> float:
     trained = [shape for shape in info.parameters if shape.trainable]
     if job.optimizer.name != "muon" or not trained:
         return job.state_tensors
-    matrices = set(info.matrices)
-    others = sum(shape.numel for shape in trained if shape.name not in matrices)
-    return job.state_tensors + others / sum(shape.numel for shape in trained)
+    matrices = sum(shape.numel for shape in _matrices(job, info))
+    return job.state_tensors + 1 - matrices / sum(shape.numel for shape in trained)
+
+
+def matrix_work(job: Job, info: ModelInfo) -> tuple[float, float]:
+    """Return Muon's FLOPs in a step and the number of elements of its matrices."""
+    flops = numbers = 0
+    for shape in _matrices(job, info):
+        rows, columns = matrix_shape(shape.sizes)
+        small, large = sorted((rows, columns))
+        flops += shape.numel // (rows * columns) * (4 * small * small * large + 2 * small**3)
+        numbers += shape.numel
+    steps = job.optimizer.args.get("ns_steps", 5)
+    return float(flops * steps) if isinstance(steps, int) else 0.0, float(numbers)
+
+
+def _matrices(job: Job, info: ModelInfo) -> list[ParameterShape]:
+    others = job.optimizer.beside_matrices(info.names)
+    return [shape for shape in info.parameters if shape.trainable and shape.name not in others]
 
 
 @cache
