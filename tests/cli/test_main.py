@@ -137,6 +137,7 @@ COMMANDS = (
     "doctor",
     "evaluate",
     "export",
+    "generate",
     "init",
     "key",
     "links",

@@ -110,3 +110,22 @@ def test_a_prompt_that_fills_the_context_is_refused(tmp_path: Path) -> None:
     job = text_job(tmp_path, evaluate={"prompts": ["x"]})
     outcome = paceline("train", job, "--plan", "cp=2", "--run", "other", folder=tmp_path)
     outcome.fails_with("plan.prompts_with_cp")
+
+
+def test_prompts_are_continued_with_a_mixture_of_texts(tmp_path: Path) -> None:
+    base = save_chat_tokenizer(tmp_path / "base")
+    (tmp_path / "one.txt").write_text("The boats lay on the sand.\n" * 30)
+    source = {"kind": "tokens", "path": "one.txt", "format": "lines", "tokenizer": str(base), "context": 16}
+    job = text_job(
+        tmp_path,
+        model={"zoo": "gpt", "args": {"layers": 1, "hidden": 16, "heads": 2, "context": 16, "vocab": 512}},
+        data={"kind": "mixture", "sources": {"one": source, "two": source}},
+        evaluate={"prompts": ["The"], "max_new_tokens": 3},
+        stop={"steps": 2},
+    )
+    run = trained(job, "dp=1")
+    model = TextModel.of_run(run)
+    assert samples_of(run)[-1] == [{"prompt": "The", "text": model.write(model.form.encode("The"), Sampling(3))}]
+    records = {"kind": "records", "path": "one.txt", "format": "lines", "inputs": "text"}
+    with raises(JobError, "job.prompts_impossible"):
+        Job.load(text_job(tmp_path, data={"kind": "mixture", "sources": {"one": source, "two": records}}))

@@ -13,7 +13,7 @@ from paceline.cluster.cluster import Cluster
 from paceline.cluster.machine import find_gpus, host_with, this_host
 from paceline.device import DEVICE_VARIABLE, VISIBLE
 
-_PACKAGES = ("paceline", "torch", "numpy")
+_PACKAGES = ("paceline", "torch", "numpy", "transformers")
 _VARIABLES = re.compile(  # variables that may change speed or results, and that cannot contain secrets
     r"(OMP|KMP|GOMP|MKL|OPENBLAS|NCCL|TORCH_NCCL|GLOO|TP|TORCHELASTIC)_[A-Z0-9_]+|CUDA_(DEVICE_ORDER|LAUNCH_BLOCKING)"
     r"|CUBLAS_WORKSPACE_CONFIG|PYTORCH(_CUDA)?_ALLOC_CONF|MASTER_(ADDR|PORT)|(LOCAL_|GROUP_)?(RANK|WORLD_SIZE)|LD_PRELOAD|PYTHONHASHSEED"

@@ -239,11 +239,11 @@ class Job(Spec):
     def _write_samples(self) -> Job:
         if not self.evaluate.prompts:
             return self
-        specs = [self.data, *getattr(self.data, "sources", {}).values()]
+        specs = list(getattr(self.data, "sources", {}).values()) or [self.data]
         reason = None
         if self.model.task not in (None, "causal_lm"):
             reason = f"a model for the task {self.model.task} does not continue texts"
-        elif not any(spec.kind in ("text", "tokens", "chat") for spec in specs):
+        elif not all(spec.kind in ("text", "tokens", "chat") for spec in specs):
             reason = f"data of kind {self.data.kind} has no tokenizer"
         elif any(getattr(spec, "objective", "causal") != "causal" for spec in specs):
             reason = "a model that restores hidden tokens does not continue texts"

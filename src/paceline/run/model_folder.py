@@ -137,6 +137,8 @@ def model_card(run: Run, step: int, weights: str) -> str:
 def _training(run: Run, step: int, weights: str) -> Iterator[tuple[str, Any]]:
     job = run.job
     yield "base", _base(job)
+    if job.quantize is not None:
+        yield "frozen layers", f"trained beside {job.quantize}, exported in full precision"
     yield "data", ", ".join(_data(job.data))
     yield "steps", f"{step:,}"
     yield "global batch", count(job.global_batch, "sample")
