@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -46,16 +46,16 @@ def divide(
     loss: Loss,
     settings: Settings,
     *,
-    weights: bool = True,
+    loaded: Collection[str] = (),
 ) -> Split:
     """Return this rank's part of a model, for the batches that `loader` yields.
 
-    If the model has weights, the weights are moved into the parts. With `weights=False`, the weights of a
-    `DeferredModel` stay unset.
+    If the model has weights, the weights are moved into the parts. The parameters of a `DeferredModel` that `loaded`
+    names stay unset.
     """
     recorded = deferred_from(model) if isinstance(model, nn.Module) else model
     split = without_memory(recorded, plan, mesh, loader, loss, settings)
-    split.allocate(recorded, weights=weights)
+    split.allocate(recorded, loaded=loaded)
     return split
 
 

@@ -121,16 +121,17 @@ def _engine(
 ) -> RankEngine:
     loss = job.loss.build()
     settings = settings_of(job)
-    source = None if goes_on else _published(job, model)
+    source = None if goes_on else published(job, model)
     names = names_of(model if isinstance(model, nn.Module) else model.model)
     equal = not sync_info(plan.sync).local_steps  # replicas take the same steps
     if plan.splits:
         from paceline.engine.split_model import divide
 
-        split = divide(model, plan, mesh, loader, loss, settings, weights=not goes_on)
+        loaded = [name for several in names.values() for name in several] if goes_on else list(source or ())
+        split = divide(model, plan, mesh, loader, loss, settings, loaded=loaded)
         if source is not None:
-            quantizing = QuantizingSource(source, split.quantized)
-            load_weights({**split.parameters, **_kept(split.named_buffers(), source)}, split.parts, quantizing)
+            named = _kept({**split.parameters, **split.named_buffers()}, source)
+            load_weights(named, split.parts, QuantizingSource(source, split.quantized))
         refuse_cut_moments(job.optimizer, split.parts, split.parameters, plan)
         optimizer = job.optimizer.build(split.parameters, names=names, fused=plan.fused)
         share_updates(optimizer, mesh, split.parameters, split.parts, identical_replicas=equal)
@@ -164,26 +165,27 @@ def settings_of(job: Job) -> Settings:
 
 def load_published(job: Job, model: nn.Module) -> None:
     """Load the pretrained weights that the job names, if any, into a whole model."""
-    source = _published(job, model)
+    source = published(job, model)
     if source is not None:
         _load_whole(model, source)
 
 
 def _load_whole(model: nn.Module, source: WeightSource) -> None:
-    named = {**dict(model.named_parameters()), **_kept(dict(model.named_buffers()), source)}
+    named = _kept({**dict(model.named_parameters()), **dict(model.named_buffers())}, source)
     load_weights(named, None, QuantizingSource(source, formats_held(model)))
 
 
-def _published(job: Job, model: nn.Module | DeferredModel) -> WeightSource | None:
+def published(job: Job, model: nn.Module | DeferredModel) -> WeightSource | None:
+    """Return the pretrained weights that the job names, fitted to the model; None if the job names none."""
     weights = job.model.weights_path()
     if weights is None:
         return None
     return fitted(weights_from(weights), model if isinstance(model, nn.Module) else model.model)
 
 
-def _kept(buffers: dict[str, Tensor], source: WeightSource) -> dict[str, Tensor]:
+def _kept(tensors: dict[str, Tensor], source: WeightSource) -> dict[str, Tensor]:
     names = set(source)
-    return {name: buffer for name, buffer in buffers.items() if name in names}
+    return {name: tensor for name, tensor in tensors.items() if name in names}
 
 
 def loader_of(job: Job, mesh: Mesh, data: DataSets, num_workers: int = 0) -> Loader:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -89,19 +89,19 @@ class Split:
 
     # Creation
 
-    def allocate(self, deferred: DeferredModel, *, weights: bool = True) -> None:
+    def allocate(self, deferred: DeferredModel, *, loaded: Collection[str] = ()) -> None:
         """Allocate this rank's part and fill it with weights from `deferred`.
 
         Before this call the modules have shapes only and cannot compute anything.
 
         Args:
-            weights: whether to fill the parameters; False if a checkpoint will be loaded.
+            loaded: names of parameters that a checkpoint will provide. They are not filled.
         """
         # a single module, because two stages may share a tied weight
         together = nn.ModuleList(self.modules)
         allocate(together, self.mesh.world.device, offload=self.fully is not None and self.fully.offload)
         self.divided = self._named(deferred.model)
-        self._fill(deferred, {*self.divided} if weights else set())
+        self._fill(deferred, {*self.divided}.difference(loaded))
         self.parameters = {name: _held(p) for name, p in self.divided.items()}
         self._sums = self._summed_together()
 

@@ -106,12 +106,17 @@ class OperationLog:
     def replay(self, wanted: Mapping[str, View], take: Take) -> None:
         """Run the construction again, and call `take` for each finished tensor of `wanted`.
 
-        Other tensors are not computed. All random numbers are drawn, however, so the generators end in the same state
-        as after a plain construction. Only unfinished tensors are in memory; for most models, this is one tensor at a
-        time.
+        Other tensors are not computed. If a wanted tensor is random, all random numbers are drawn, however, so the
+        generators end in the same state as after a plain construction. Only unfinished tensors are in memory; for most
+        models, this is one tensor at a time.
         """
         memory = _Memory(self.storages)
-        actions = self._actions({view.storage for view in wanted.values()})
+        live = {view.storage for view in wanted.values()}
+        actions = self._actions(set(live), draw=False)
+        if any(
+            a == "run" and isinstance(s, LoggedOperation) and s.draws for s, a in zip(self.steps, actions, strict=True)
+        ):
+            actions = self._actions(live)
         finished = self._finished(actions, wanted)
         draws = _Draws(self)
         for index, (step, action) in enumerate(zip(self.steps, actions, strict=True)):

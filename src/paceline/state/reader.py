@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import hashlib
+import json
+import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
+from itertools import product
 from math import prod
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
@@ -33,6 +37,9 @@ SYNC, OWN = "sync/", "own/"
 
 NEWEST, BEST = "newest", "best"
 
+_READ_BYTES = 16 * 2**20  # largest section that is read at once
+_SHORT_BYTES = 512  # shorter runs are read together with the gaps between them
+
 Report = Callable[[str, dict[str, Any]], None]
 Gather = Callable[[Any], list[Any]]
 
@@ -40,8 +47,8 @@ Gather = Callable[[Any], list[Any]]
 class TensorPieces(Mapping[str, Tensor]):
     """Read-only mapping of full tensors whose pieces are in safetensors files.
 
-    Indexing assembles a whole tensor in new memory, and `fill` reads a part of a tensor. The files are mapped into
-    memory, so that only the requested pages are read.
+    Indexing assembles a whole tensor in new memory, and `fill` reads a part of a tensor. Only the bytes of this part
+    are read, through a small buffer. The files are not mapped, because mapped pages count as memory of the process.
 
     Args:
         entries: dtype, shape and pieces of every tensor.
@@ -50,7 +57,7 @@ class TensorPieces(Mapping[str, Tensor]):
 
     def __init__(self, entries: Mapping[str, TensorEntry], files: Sequence[Path]) -> None:
         self.entries, self.files = entries, files
-        self._opened: dict[int, Any] = {}
+        self._headers: dict[int, tuple[int, dict[str, Any]]] = {}
 
     def __getitem__(self, name: str) -> Tensor:
         entry = self.entries[name]
@@ -82,8 +89,12 @@ class TensorPieces(Mapping[str, Tensor]):
                     shared = _overlap(box.full, box.shape, piece)
                     if shared is not None:
                         begin, shape = shared
-                        source = self.block(piece, [a - b for a, b in zip(begin, piece.offset, strict=True)], shape)
-                        _narrow(place, [a - b for a, b in zip(begin, box.full, strict=True)], shape).copy_(source)
+                        there = [a - b for a, b in zip(begin, piece.offset, strict=True)]
+                        here = [a - b for a, b in zip(begin, box.full, strict=True)]
+                        for first, rows in _rows(shape, own.element_size()):
+                            within = [*rows, *shape[1:]]
+                            source = self.block(piece, [a + b for a, b in zip(there, first, strict=True)], within)
+                            _narrow(place, [a + b for a, b in zip(here, first, strict=True)], within).copy_(source)
                         filled += prod(shape)
         if filled != layout.numel:
             raise CheckpointError(
@@ -100,26 +111,36 @@ class TensorPieces(Mapping[str, Tensor]):
         return TensorPieces(entries, self.files)
 
     def block(self, piece: TensorPiece, begin: Sequence[int], shape: Sequence[int]) -> Tensor:
-        """Return a block of a piece.
-
-        Only the bytes of the block are read, because the tensor is mapped into memory.
+        """Return a block of a piece, of which only the bytes of the block are read.
 
         Args:
             begin: index, in the piece, of the first element of the block.
         """
-        return _narrow(self._stored(piece), begin, shape)
-
-    def _stored(self, piece: TensorPiece) -> Tensor:
         path = self.files[piece.shard]
         try:
-            if piece.shard not in self._opened:
-                self._opened[piece.shard] = safe_open(path, framework="pt")
-            stored: Tensor = self._opened[piece.shard].get_tensor(piece.key)
+            dtype, start = self._stored(piece)
+            return _read(path, start, dtype, piece.shape, begin, shape)
         except (OSError, SafetensorError) as error:
             raise CheckpointError(
                 "checkpoint.unreadable", "{path} cannot be read: {error}", path=path, error=error
             ) from error
-        return stored
+
+    def _stored(self, piece: TensorPiece) -> tuple[torch.dtype, int]:
+        """Return the dtype of a piece, and the position of its first byte in the file."""
+        path = self.files[piece.shard]
+        if piece.shard not in self._headers:
+            with safe_open(path, framework="pt"):  # checks the header
+                pass
+            with path.open("rb") as file:
+                length = int.from_bytes(file.read(8), "little")
+                self._headers[piece.shard] = (8 + length, json.loads(file.read(length)))
+        start, header = self._headers[piece.shard]
+        if piece.key not in header:
+            raise SafetensorError(f"the file has no tensor {piece.key}")
+        stored = header[piece.key]
+        if stored["shape"] != list(piece.shape):
+            raise SafetensorError(f"{piece.key} has shape {stored['shape']} instead of {list(piece.shape)}")
+        return DTYPES[stored["dtype"]], start + stored["data_offsets"][0]
 
     @property
     def where(self) -> Path:
@@ -462,6 +483,48 @@ def _check(path: Path, entry: ShardEntry, expected: Mapping[str, tuple[str, list
         raise CheckpointError(
             "checkpoint.unreadable", "{path} cannot be read: {error}", path=path, error=error
         ) from error
+
+
+def _rows(shape: Sequence[int], itemsize: int) -> Iterator[tuple[list[int], list[int]]]:
+    """Yield the first index and the number of rows of each section of a block that is read at once."""
+    if not shape:
+        yield [], []
+        return
+    rows = max(1, _READ_BYTES // max(1, itemsize * prod(shape[1:])))
+    for first in range(0, shape[0], rows):
+        yield [first, *[0] * (len(shape) - 1)], [min(rows, shape[0] - first)]
+
+
+def _read(
+    path: Path, start: int, dtype: torch.dtype, full: Sequence[int], begin: Sequence[int], shape: Sequence[int]
+) -> Tensor:
+    """Read a block of a tensor whose bytes begin at `start` of a file.
+
+    Runs of bytes between gaps are read one by one. Very short runs are read together with the gaps.
+    """
+    # the block is contiguous in the dimensions after `outer`
+    outer = max((dim for dim in range(len(full)) if shape[dim] != full[dim]), default=0)
+    lead, run = list(shape[:outer]), prod(shape[outer:]) * dtype.itemsize
+    if outer and run < _SHORT_BYTES:
+        widened = [*begin[:outer], *[0] * (len(full) - outer)]
+        whole = _read(path, start, dtype, full, widened, [*lead, *full[outer:]])
+        return _narrow(whole, [0] * outer + list(begin[outer:]), shape)
+    strides = [prod(full[dim + 1 :]) * dtype.itemsize for dim in range(len(full))]
+    buffer = np.empty(prod(shape) * dtype.itemsize, dtype=np.uint8)
+    into = buffer.data
+    first = start + sum(a * stride for a, stride in zip(begin, strides, strict=True))
+    with path.open("rb", buffering=0) as file:
+        if lead and hasattr(os, "posix_fadvise"):  # no reading ahead into the gaps
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
+        for number, index in enumerate(product(*map(range, lead))):
+            place = first + sum(i * stride for i, stride in zip(index, strides, strict=False))
+            done, end = number * run, (number + 1) * run
+            while done < end:
+                count = os.preadv(file.fileno(), [into[done:end]], place)
+                if not count:
+                    raise SafetensorError("the file is shorter than its header says")
+                done, place = done + count, place + count
+    return torch.from_numpy(buffer).view(dtype).view(list(shape))
 
 
 def _overlap(begin: Sequence[int], shape: Sequence[int], piece: TensorPiece) -> tuple[list[int], list[int]] | None:
