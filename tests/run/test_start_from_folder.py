@@ -9,14 +9,19 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
+import paceline
 from commands import write_job
-from paceline.errors import JobError
+from paceline.cluster.discover import discover
+from paceline.errors import JobError, PlanError
 from paceline.job.job import Job
 from paceline.job.model import ModelSpec
+from paceline.planning.check.plan_errors import refuse
+from paceline.planning.plan import Plan
 from paceline.run.build import load_published
-from paceline.run.convert import export
+from paceline.run.convert import export, fitted, weights_from
+from paceline.state.reader import TensorPieces
 from ranks import Ranks
 from refusals import raises
 from small_jobs import new_run, train_as_rank
@@ -165,6 +170,131 @@ def test_the_task_is_that_of_the_architectures(tmp_path: Path, architectures: An
     else:
         assert ModelSpec(hf=file).task == task
     assert ModelSpec(hf=file, task="masked_lm").task == "masked_lm"
+
+
+def test_a_new_head_is_named_in_the_record_and_everything_else_is_loaded(tmp_path: Path, ranks: Ranks) -> None:
+    folder = model_folder(tmp_path / "base", "BertForMaskedLM")
+    changes = {"data": {"kind": "dataset", "factory": Labelled, "held_out": 0}}
+    weights = []
+    for name, plan in (("alone", "dp=2"), ("divided", "fsdp=2")):
+        job = job_of({"hf": folder, "task": "sequence_classification"}, "masked_lm", **changes)
+        run = new_run(tmp_path / name, job, plan)
+        ranks(2, train_as_rank, run.path)
+        [said] = [event["said"] for event in run.events() if event["event"] == "weights"]
+        assert all(part in said[0] for part in ("classifier.weight", "bert.pooler.dense.weight"))
+        export(run.path, tmp_path / f"{name}-weights")
+        weights.append(load_file(tmp_path / f"{name}-weights"))
+    reference = published(folder, "BertForMaskedLM").state_dict()
+    for name, tensor in weights[0].items():
+        torch.testing.assert_close(weights[1][name], tensor, rtol=0, atol=1e-20)  # heads of both plans are equal
+        if name in reference:
+            torch.testing.assert_close(tensor, reference[name], rtol=0, atol=1e-20)
+
+
+class Labelled(torch.utils.data.Dataset[tuple[torch.Tensor, int]]):
+    """Random tokens with one of two classes."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        return torch.arange(index, index + TOKENS), index % 2
+
+
+@pytest.mark.parametrize(
+    ("saved", "architecture", "new"),
+    [
+        ("BertModel", "BertForMaskedLM", {"cls.predictions.transform.dense.weight"}),
+        ("BertForMaskedLM", "BertForMaskedLM", set()),
+        ("LlamaModel", "LlamaForCausalLM", {"lm_head.weight"}),
+        ("LlamaForCausalLM", "LlamaForSequenceClassification", {"score.weight"}),
+        ("GPT2Model", "GPT2LMHeadModel", set()),  # the head is tied to the embedding
+    ],
+)
+def test_a_backbone_begins_a_model_with_a_head(tmp_path: Path, saved: str, architecture: str, new: set[str]) -> None:
+    import transformers
+
+    settings = {"Llama": GROUPED, "Bert": SIZES, "GPT2": FAMILIES["GPT2LMHeadModel"][0]}
+    folder = model_folder(tmp_path, saved, **settings[re.match("Llama|Bert|GPT2", saved).group()])  # type: ignore[union-attr]
+    config = transformers.AutoConfig.from_pretrained(folder)
+    model = getattr(transformers, architecture)(config)
+    source = fitted(weights_from(folder), model)
+    lacking = set(model.state_dict()) - set(source)
+    assert new <= lacking
+    assert bool(new) == bool(lacking)
+    base = model.base_model_prefix
+    assert all(not name.startswith(f"{base}.") for name in lacking)
+
+
+def test_tensors_that_are_no_head_are_refused_by_name(tmp_path: Path) -> None:
+    folder = model_folder(tmp_path / "base", "LlamaForCausalLM")
+    single: dict[str, torch.Tensor] = {}
+    for file in folder.glob("*.safetensors"):
+        single |= load_file(file)
+        file.unlink()
+    (folder / "model.safetensors.index.json").unlink()
+
+    def refused(tensors: dict[str, torch.Tensor], named: str, task: str = "causal_lm") -> None:
+        save_file(tensors, folder / "model.safetensors")
+        job = job_of({"hf": folder, "task": task}, "causal_lm")
+        with raises(JobError, "model.weights_differ", wrong=re.compile(named)):
+            load_published(job, job.model.build())
+
+    norm = "model.layers.1.input_layernorm.weight"
+    refused({n: t for n, t in single.items() if n != norm}, norm)
+    refused({n: t for n, t in single.items() if n != norm}, norm, "sequence_classification")
+    refused({n: t for n, t in single.items() if n != "lm_head.weight"}, "lm_head.weight is missing")
+    refused({**single, "model.layers.1.extra": torch.zeros(2)}, "layers.1.extra is unknown")
+    save_file({**single, "model.rotary_emb.inv_freq": torch.zeros(2)}, folder / "model.safetensors")
+    job = job_of({"hf": folder}, "causal_lm")
+    load_published(job, job.model.build())
+
+
+def test_names_of_old_versions_are_read_in_part(tmp_path: Path) -> None:
+    folder = model_folder(tmp_path / "base", "BertForMaskedLM")
+    tensors: dict[str, torch.Tensor] = {}
+    for file in folder.glob("*.safetensors"):
+        tensors |= load_file(file)
+        file.unlink()
+    (folder / "model.safetensors.index.json").unlink()
+    expected = tensors["bert.embeddings.LayerNorm.weight"]
+    old = {n.replace("Norm.weight", "Norm.gamma").replace("Norm.bias", "Norm.beta"): t for n, t in tensors.items()}
+    save_file(old, folder / "model.safetensors")
+    source = fitted(weights_from(folder), ModelSpec(hf=folder).build())
+    assert isinstance(source, TensorPieces)  # transformers did not read the whole model
+    assert torch.equal(source["bert.embeddings.LayerNorm.weight"], expected)
+
+
+@pytest.mark.parametrize(
+    ("changes", "code"),
+    [
+        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "model.quantized"),
+        ({"model_type": "own", "auto_map": {"AutoConfig": "configuration_own.Own"}}, "model.needs_own_code"),
+    ],
+)
+def test_folders_that_cannot_be_trained_are_refused(tmp_path: Path, changes: dict[str, Any], code: str) -> None:
+    folder = model_folder(tmp_path / "base", "LlamaForCausalLM")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | changes))
+    with raises(JobError, code):
+        ModelSpec(hf=folder).build()
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_weights_in_bf16_need_a_precision_that_computes_in_bf16(tmp_path: Path, precision: str) -> None:
+    folder = model_folder(tmp_path / "base", "LlamaForCausalLM")
+    job = job_of({"hf": folder, "dtype": "bf16"}, "causal_lm", precision=precision)
+    with raises(PlanError, "plan.dtype_and_precision"):
+        refuse(job, Plan.parse("dp=1"), discover())
+    refuse(job, Plan.parse("dp=1 precision=bf16"), discover())
+
+
+@pytest.mark.parametrize("plan", ["dp=2", "fsdp=2", "tp=2", "pp=2 microbatches=2"])
+def test_weights_in_bf16_are_exact_under_every_split(tmp_path: Path, plan: str) -> None:
+    folder = model_folder(tmp_path / "base", "LlamaForCausalLM")
+    optimizer = {"name": "adamw", "lr": 1e-3, "eps": 1e-3}
+    job = job_of({"hf": folder, "dtype": "bf16"}, "causal_lm", optimizer=optimizer, stop={"steps": 3})
+    assert paceline.check(job, f"{plan} precision=fp64", steps=3).holds
 
 
 def test_dtype_and_attention_are_those_of_the_job(tmp_path: Path) -> None:

@@ -126,6 +126,7 @@ class RankEngine:
         replica: the object through which the rule accesses this rank; its `traffic` counts the bytes that the rule has
             sent.
         messages: lines for the run's record, from the rule and from the comparison of replicas.
+        about_weights: sentences for the run's record about the initial weights, such as a new head.
         local_steps: True if replicas may differ between synchronizations (local rules).
         updates: number of updates so far.
         runs_ahead: True if the host reads the loss and gradient norm of a step only after `begin` returns.
@@ -188,6 +189,7 @@ class RankEngine:
         )
         self.signals = StepSignals(group, pipelined=split is not None and split.pipeline is not None)
         self.messages: list[str] = []
+        self.about_weights: list[str] = []
         self.rule: SyncRule = build_rule(plan)
         with ExitStack() as undo:
             undo.callback(unsynchronise, self.model)

@@ -121,15 +121,15 @@ class ModelSpec(Spec):
             if self.weights is None and self.hf.is_dir():
                 _must_have_weights(self.hf)
         if self.hf is not None and self.task is None:
-            architectures = _architectures(config) if config is not None else ()
-            tasks = {task for name in architectures if (task := _task_of(name)) is not None}
+            stated = architectures(config) if config is not None else []
+            tasks = {task for name in stated if (task := _task_of(name)) is not None}
             if len(tasks) != 1:
                 raise InvalidValue(
                     "model.task_missing",
                     "{hf} does not state one known task ({architectures}). Name it, e.g. {{hf: {name}, task: "
                     "causal_lm}}. Known tasks: {tasks}",
                     hf=self.hf,
-                    architectures=f"architectures: {', '.join(architectures)}" if architectures else "no architectures",
+                    architectures=f"architectures: {', '.join(stated)}" if stated else "no architectures",
                     name=Path(self.hf).name,
                     tasks=get_args(Task),
                 )
@@ -277,7 +277,8 @@ def _must_have_weights(folder: Path) -> None:
     )
 
 
-def _architectures(config: Path) -> list[str]:
+def architectures(config: Path) -> list[str]:
+    """Return the architectures that a configuration file states; none if it cannot be read."""
     try:
         found = json.loads(config.read_bytes())["architectures"]
     except (OSError, ValueError, KeyError, TypeError):  # `build` explains what is wrong with the file

@@ -24,7 +24,7 @@ from paceline.job.samples import DataSets, all_files_of, files_of
 from paceline.job.streams import Stream
 from paceline.planning.plan import DATA_AXES, Plan
 from paceline.planning.sync_info import sync_info
-from paceline.run.convert import fitted, load_weights, weights_from
+from paceline.run.convert import fitted, initialised, load_weights, weights_from
 from paceline.split.layout import Part, ShardLayout, WeightSource, predicted_bytes
 from paceline.split.mesh import Mesh
 from paceline.split.quantized import QuantizingSource, formats_held, quantized_whole, refuse_cut_moments
@@ -122,7 +122,9 @@ def _engine(
     loss = job.loss.build()
     settings = settings_of(job)
     source = None if goes_on else published(job, model)
-    names = names_of(model if isinstance(model, nn.Module) else model.model)
+    undivided = model if isinstance(model, nn.Module) else model.model
+    about = [] if source is None else initialised(source, undivided)
+    names = names_of(undivided)
     equal = not sync_info(plan.sync).local_steps  # replicas take the same steps
     if plan.splits:
         from paceline.engine.split_model import divide
@@ -135,14 +137,18 @@ def _engine(
         refuse_cut_moments(job.optimizer, split.parts, split.parameters, plan)
         optimizer = job.optimizer.build(split.parameters, names=names, fused=plan.fused)
         share_updates(optimizer, mesh, split.parameters, split.parts, identical_replicas=equal)
-        return RankEngine(split.model, optimizer, loss, loader, plan, mesh.world, settings, split, identical=goes_on)
+        engine = RankEngine(split.model, optimizer, loss, loader, plan, mesh.world, settings, split, identical=goes_on)
+        engine.about_weights = about
+        return engine
     assert isinstance(model, nn.Module), "only a plan that divides a model takes one without memory"
     if source is not None:
         _load_whole(model, source)
     whole = dict(model.named_parameters())
     optimizer = optimizer or job.optimizer.build(whole, names=names, fused=plan.fused)
     share_updates(optimizer, mesh, whole, None, identical_replicas=equal)
-    return RankEngine(model, optimizer, loss, loader, plan, mesh.world, settings, identical=goes_on)
+    engine = RankEngine(model, optimizer, loss, loader, plan, mesh.world, settings, identical=goes_on)
+    engine.about_weights = about
+    return engine
 
 
 def settings_of(job: Job) -> Settings:
@@ -176,7 +182,7 @@ def _load_whole(model: nn.Module, source: WeightSource) -> None:
 
 
 def published(job: Job, model: nn.Module | DeferredModel) -> WeightSource | None:
-    """Return the pretrained weights that the job names, fitted to the model; None if the job names none."""
+    """Return the job's initial weights, fitted to the model; None if they are random."""
     weights = job.model.weights_path()
     if weights is None:
         return None

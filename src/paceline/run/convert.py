@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 
 from paceline.errors import JobError, RunError
 from paceline.files import short_name, write_whole
-from paceline.job.model import DCP
+from paceline.job.model import DCP, architectures
 from paceline.job.zoo.quantized import RowFormat, plain_shapes
 from paceline.planning.model.model_info import without_memory
 from paceline.run.dcp import DcpPieces, open_dcp, save_dcp
@@ -306,7 +307,9 @@ def weights_from(path: Path | str) -> TensorPieces:
 def fitted(source: TensorPieces, model: nn.Module) -> WeightSource:
     """Map the tensors of `source` to the parameter and buffer names of `model`.
 
-    The result covers the model's whole state dict. The model may be on the meta device, but must not be divided yet.
+    The result covers the model's whole state dict, or all but a head that the weights' own architecture lacks: a folder
+    of `BertForMaskedLM` begins a `BertForSequenceClassification`, whose classifier keeps its random values. The model
+    may be on the meta device, but must not be divided yet.
     The source may have a tied tensor under any of its names. In a transformers model, names may have or lack the
     prefix of the base model. If a model fuses several published tensors into one parameter (as the experts of Mixtral),
     transformers reads the weights, and each rank temporarily needs memory for the whole model.
@@ -319,12 +322,30 @@ def fitted(source: TensorPieces, model: nn.Module) -> WeightSource:
     if isinstance(source, DcpPieces):
         source = source.of_model(wanted)
     entries, unknown = _renamed(source, model, wanted)
-    missing = [name for name in wanted if name not in entries]
+    of_head = _heads(source, model)
+    missing = [name for name in wanted if name not in entries and not of_head(name)]
+    unknown = [name for name in unknown if not of_head(name)]
     if missing and unknown and hasattr(model, "from_pretrained") and (source.files[0].parent / "config.json").exists():
         return _read_by_transformers(source, model)
     other = [(name, entry.shape, wanted[name]) for name, entry in entries.items() if entry.shape != wanted[name]]
     _refuse(source, missing, unknown, other)
-    return source.with_entries(entries)
+    renamed = source.with_entries(entries)
+    quantized = {*plain_shapes(model), *formats_of(model)}
+    renamed.held_as = {
+        name: tensor.dtype
+        for name, tensor in model.state_dict().items()
+        if tensor.is_floating_point() and name in entries and name not in quantized
+    }
+    return renamed
+
+
+def initialised(source: WeightSource, model: nn.Module) -> list[str]:
+    """Return a sentence about tensors that a `fitted` source lacks, if any."""
+    lacking = [name for name in model.state_dict() if name not in set(source)]
+    if not lacking:
+        return []
+    more = f" and {len(lacking) - 5} more" if len(lacking) > 5 else ""
+    return [f"not among the initial weights, so initialised randomly: {', '.join(lacking[:5])}{more}"]
 
 
 def load_weights(named: Mapping[str, Tensor], parts: Mapping[str, Part] | None, source: WeightSource) -> None:
@@ -374,8 +395,10 @@ def _renamed(
     prefix = f"{getattr(model, 'base_model_prefix', None) or ''}."
     entries: dict[str, TensorEntry] = {}
     unknown: list[str] = []
+    published_name = _transformers_names(model)
     for name, entry in source.entries.items():
-        found = next((n for n in (name, prefix + name, name.removeprefix(prefix)) if n in wanted), None)
+        spellings = (n for own in (name, published_name(name)) for n in (own, prefix + own, own.removeprefix(prefix)))
+        found = next((n for n in spellings if n in wanted), None)
         if found is None:
             unknown.append(name)
         else:
@@ -385,6 +408,49 @@ def _renamed(
         if there is not None:
             entries |= {name: entries.get(name, there) for name in names if name in wanted}
     return entries, unknown
+
+
+def _transformers_names(model: Any) -> Callable[[str], str]:
+    """Return transformers' function from a published name to the model's name."""
+    if not hasattr(model, "from_pretrained"):
+        return str
+    try:
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import WeightRenaming, rename_source_key
+    except ImportError:  # transformers 4 renames in other ways; `_read_by_transformers` helps out
+        return str
+    renamings = [one for one in get_model_conversion_mapping(model) if isinstance(one, WeightRenaming)]
+    return lambda name: str(rename_source_key(name, renamings, [])[0])
+
+
+# buffers of old versions of transformers, which hold no learned values
+_OLD_BUFFERS = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$", r"attn\.masked_bias$")
+
+
+def _heads(source: TensorPieces, model: Any) -> Callable[[str], bool]:
+    """Return a function that recognises tensors that may be missing or unknown.
+
+    These are the tensors of heads and poolers, if the folder of the weights states another architecture than the
+    model's, and buffers that transformers ignores.
+    """
+    ignored = [*_OLD_BUFFERS, *(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())]
+    own = set(model.state_dict())
+    prefix = getattr(model, "base_model_prefix", "") or ""
+    base = getattr(model, prefix, None) if prefix else None
+    stated = architectures(source.where / "config.json") if source.where.is_dir() else []
+    if len(source.files) == 1:
+        stated = architectures(source.files[0].parent / "config.json")
+    other = base is not None and bool(stated) and type(model).__name__ not in stated
+    is_base = not any(name.startswith(f"{prefix}.") for name in source)
+
+    def of_head(name: str) -> bool:
+        if name not in own:
+            if any(re.search(pattern, name) for pattern in ignored):
+                return True
+            name = f"{prefix}.{name}" if is_base else name
+        return other and (not name.startswith(f"{prefix}.") or name.startswith(f"{prefix}.pooler."))
+
+    return of_head
 
 
 def _tied(model: nn.Module) -> Iterator[list[str]]:
@@ -413,13 +479,18 @@ def _read_by_transformers(source: TensorPieces, model: Any) -> WeightSource:
     whole, info = read(
         source.files[0].parent,
         config=model.config,
-        dtype=torch.float32,
+        dtype=next(model.parameters()).dtype,
         local_files_only=True,
         ignore_mismatched_sizes=True,
         output_loading_info=True,
     )
-    _refuse(source, sorted(info["missing_keys"]), sorted(info["unexpected_keys"]), sorted(info["mismatched_keys"]))
-    return _WeightsInMemory(whole.state_dict())
+    of_head = _heads(source, model)
+    missing, unknown = (
+        [key for key in sorted(info[kind]) if not of_head(key)] for kind in ("missing_keys", "unexpected_keys")
+    )
+    _refuse(source, missing, unknown, sorted(info["mismatched_keys"]))
+    lacking = {key for key in info["missing_keys"] if of_head(key)}
+    return _WeightsInMemory({name: tensor for name, tensor in whole.state_dict().items() if name not in lacking})
 
 
 def _refuse(

@@ -505,6 +505,8 @@ class Loop:
             self.witness.on_start(engine.step_count)
         engine.compute.normalization.prepare()
         engine.compute.packed.prepare()
+        if resumed:  # the checkpoint has replaced the initial weights
+            engine.about_weights = []
         self.remarks.tell()
         if self.group.transport_note is not None:
             self.events("transport", {"transport": self.group.transport.name, "reason": self.group.transport_note})

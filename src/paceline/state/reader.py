@@ -53,10 +53,15 @@ class TensorPieces(Mapping[str, Tensor]):
     Args:
         entries: dtype, shape and pieces of every tensor.
         files: paths of the files, indexed by `TensorPiece.shard`.
+
+    Attributes:
+        held_as: types through which `fill` converts tensors, so that values that a model holds in bf16 are rounded
+            to bf16 even if a plan computes in a wider type.
     """
 
     def __init__(self, entries: Mapping[str, TensorEntry], files: Sequence[Path]) -> None:
         self.entries, self.files = entries, files
+        self.held_as: Mapping[str, torch.dtype] = {}
         self._headers: dict[int, tuple[int, dict[str, Any]]] = {}
 
     def __getitem__(self, name: str) -> Tensor:
@@ -94,6 +99,7 @@ class TensorPieces(Mapping[str, Tensor]):
                         for first, rows in _rows(shape, own.element_size()):
                             within = [*rows, *shape[1:]]
                             source = self.block(piece, [a + b for a, b in zip(there, first, strict=True)], within)
+                            source = source.to(self.held_as.get(name, source.dtype))
                             _narrow(place, [a + b for a, b in zip(here, first, strict=True)], within).copy_(source)
                         filled += prod(shape)
         if filled != layout.numel:
@@ -111,7 +117,7 @@ class TensorPieces(Mapping[str, Tensor]):
         return TensorPieces(entries, self.files)
 
     def block(self, piece: TensorPiece, begin: Sequence[int], shape: Sequence[int]) -> Tensor:
-        """Return a block of a piece, of which only the bytes of the block are read.
+        """Read a block of a piece, and no other bytes.
 
         Args:
             begin: index, in the piece, of the first element of the block.
@@ -126,7 +132,7 @@ class TensorPieces(Mapping[str, Tensor]):
             ) from error
 
     def _stored(self, piece: TensorPiece) -> tuple[torch.dtype, int]:
-        """Return the dtype of a piece, and the position of its first byte in the file."""
+        """Return a piece's dtype, and the position of its first byte."""
         path = self.files[piece.shard]
         if piece.shard not in self._headers:
             with safe_open(path, framework="pt"):  # checks the header
@@ -486,7 +492,7 @@ def _check(path: Path, entry: ShardEntry, expected: Mapping[str, tuple[str, list
 
 
 def _rows(shape: Sequence[int], itemsize: int) -> Iterator[tuple[list[int], list[int]]]:
-    """Yield the first index and the number of rows of each section of a block that is read at once."""
+    """Yield the first index and the rows of each section that is read at once."""
     if not shape:
         yield [], []
         return

@@ -180,8 +180,17 @@ def _config(file: Path, args: dict[str, Any]) -> PretrainedConfig:
         raise JobError(
             "model.asks_for_code", "{reasons}", reasons="\n".join(f"{file}: {text}" for text in dict.fromkeys(refused))
         )
+    if (quantized := values.get("quantization_config")) is not None:
+        method = quantized.get("quant_method", "an unknown method") if isinstance(quantized, dict) else quantized
+        raise JobError(
+            "model.quantized",
+            "the weights of {folder} are quantized ({method}), so they cannot be trained. Name the folder of the "
+            "unquantized model; `quantize: nf4` in the job then quantizes the weights as they are read.",
+            folder=file.parent,
+            method=method,
+        )
     # the file names third-party code for this type; the class of transformers is used instead
-    values.pop("auto_map", None)
+    own_code = values.pop("auto_map", None)
     transformers = _transformers()
     kind = values.pop("model_type", None)
     if kind is None:
@@ -193,6 +202,18 @@ def _config(file: Path, args: dict[str, Any]) -> PretrainedConfig:
     try:
         known = transformers.AutoConfig.for_model(kind)
     except ValueError:
+        if isinstance(own_code, dict) and own_code:
+            raise JobError(
+                "model.needs_own_code",
+                '{file}: transformers {version} has no model_type "{model_type}", and the folder\'s own code '
+                "({classes}) is never run. Update transformers, or write a function that builds the model from code "
+                "that you trust, and name it: model: {{factory: file.py:function, weights: {folder}}}",
+                file=file,
+                version=transformers.__version__,
+                model_type=kind,
+                classes=sorted({str(name) for name in own_code.values()}),
+                folder=file.parent,
+            ) from None
         raise JobError(
             "model.type_unknown",
             '{file}: transformers {version} has no model_type "{model_type}"',

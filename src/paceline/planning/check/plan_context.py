@@ -155,8 +155,7 @@ def state_bytes(plan: Plan, job: Job, model: ModelInfo) -> int:
     from paceline.planning.model.model_info import state_tensors
 
     whole, trained, largest_block = _held(plan, model)
-    # bf16 uses autocast: the parameters stay fp32
-    size = 8 if plan.precision_for(job) == "fp64" else 4
+    size = _held_size(plan, job)
     if plan.offload:
         # one block at a time is on the device, with its gradients
         return int(size * 2 * largest_block)
@@ -171,7 +170,7 @@ def offloaded_bytes(plan: Plan, job: Job, model: ModelInfo) -> int:
     from paceline.planning.model.model_info import state_tensors
 
     whole, trained, _ = _held(plan, model)
-    size = 8 if plan.precision_for(job) == "fp64" else 4
+    size = _held_size(plan, job)
     return int(size * (whole + trained + state_tensors(job, model) * trained) / plan.fsdp)
 
 
@@ -191,6 +190,14 @@ def memory_shortage(context: PlanContext) -> str | None:
         if ranks * in_host > host.memory_bytes:
             return f"{size(ranks * in_host)} in the memory of a host that has {size(host.memory_bytes)}"
     return None
+
+
+def _held_size(plan: Plan, job: Job) -> int:
+    """Return the bytes of a number of the weights, gradients and optimizer state."""
+    if plan.precision_for(job) == "fp64":
+        return 8
+    # precision bf16 is autocast: the parameters stay in their own type
+    return 2 if job.model.dtype == "bf16" and job.quantize is None else 4
 
 
 def _held(plan: Plan, model: ModelInfo) -> tuple[float, float, float]:

@@ -113,6 +113,7 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
     "sync": ("allreduce",),
     "transport": ("auto",),
     "balance": ("auto",),
+    "precision": ("bf16",),
 }
 
 

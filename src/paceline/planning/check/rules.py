@@ -422,6 +422,19 @@ def _codes_sums(context: PlanContext) -> PlanProblem | None:
     )
 
 
+@_check("precision")
+def _narrow_weights(context: PlanContext) -> PlanProblem | None:
+    precision = context.plan.precision_for(context.job)
+    if context.job.model.dtype != "bf16" or precision in ("bf16", "fp64"):
+        return None
+    return PlanProblem(
+        "plan.dtype_and_precision",
+        "model.dtype is bf16, so the weights are held in bf16, but precision is {precision}. Use precision: bf16, or "
+        "hold the weights in fp32.",
+        precision=precision,
+    )
+
+
 @_check("compress", "precision")
 def _too_wide_to_compress(context: PlanContext) -> PlanProblem | None:
     plan = context.plan

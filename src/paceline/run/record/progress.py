@@ -292,7 +292,7 @@ def event_sentence(event: dict[str, Any]) -> str | None:
     if (sentence := _SENTENCES.get(event["event"])) is not None:
         return sentence.format_map(event)
     match event["event"]:
-        case "sync" | "loss" | "packed":
+        case "sync" | "loss" | "packed" | "weights":
             return "; ".join(event["said"])
         case "stream" if event["said"]:
             return "; ".join(event["said"])

@@ -403,6 +403,9 @@ class Remarks:
             self._told = len(said)
         if news := self.engine.compute.normalization.news():
             self.events("loss", {"said": news})
+        if about := self.engine.about_weights:
+            self.engine.about_weights = []
+            self.events("weights", {"said": about})
         packed = self.engine.compute.packed
         if packed.remarks:
             said, packed.remarks = packed.remarks, []
