@@ -498,6 +498,11 @@ def parameters_outside_of_a_divided_model() -> None:
     paceline.setup(model, SGD([*model.parameters(), temperature], lr=0.1), loader=data(), plan="fsdp=2")
 
 
+def whole_matrices_of_a_divided_model() -> None:
+    model = nn.Linear(FEATURES, CLASSES, bias=False)
+    paceline.setup(model, torch.optim.Muon(model.parameters()), loader=data(), plan="fsdp=2")
+
+
 def an_average_of_a_divided_model() -> None:
     model = nn.Sequential(nn.Linear(FEATURES, 8), nn.Tanh(), nn.Linear(8, CLASSES))
     engine = paceline.setup(model, SGD(model.parameters(), lr=0.1), loader=data(), plan="tp=2")
@@ -546,6 +551,7 @@ REFUSED: list[tuple[Callable[[], None], str]] = [
     (a_loss_of_every_sample, "loop.loss_not_a_number"),
     (leftovers_of_another_loss, "loop.stale_gradients"),
     (parameters_outside_of_a_divided_model, "setup.parameters_outside"),
+    (whole_matrices_of_a_divided_model, "setup.needs_whole_parameters"),
     (batches_read_ahead_without_a_word, "loop.read_ahead"),
     (a_model_in_ddp, "setup.wrapped"),
     (a_parameter_of_two_optimizers, "setup.parameter_of_two_optimizers"),

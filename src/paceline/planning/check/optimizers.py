@@ -46,7 +46,7 @@ def _check(optimizer_json: str, schedule_json: str, info: ModelInfo, steps: int 
             raise JobError(
                 "optimizer.shape_refused",
                 "optimizer {optimizer} does not support {parameter} of shape {shape}: {reason}. Choose another "
-                "optimizer, or freeze such parameters.",
+                "optimizer (muon uses AdamW for parameters that are not matrices), or freeze such parameters.",
                 optimizer=optimizer.name,
                 parameter=first.name,
                 shape=first.sizes,

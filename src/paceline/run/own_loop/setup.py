@@ -21,6 +21,8 @@ from paceline.errors import DataError, JobError, PlanError
 from paceline.job.job import Precision
 from paceline.job.loss import Loss
 from paceline.job.loss_items import ModelsOwn, hands_on_models_loss
+from paceline.job.zoo.muon import Muon
+from paceline.job.zoo.optimizers import Layerwise
 from paceline.planning.arguments import AnyPlan, plan_or_auto
 from paceline.planning.plan import DATA_AXES, Plan
 from paceline.planning.sync_info import sync_info
@@ -188,6 +190,18 @@ def _divided(
             "{outside}. Make them parameters of the model, or use dp={size}.",
             plan=plan,
             outside=list(outside[:3]),
+            size=group.size,
+        )
+    whole = [o for o in optimizers if isinstance(o, (torch.optim.Muon, torch.optim.Adafactor, Layerwise, Muon))]
+    if whole and (axes := [axis for axis in ("fsdp", "tp", "ep") if getattr(plan, axis) > 1]):
+        raise PlanError(
+            "setup.needs_whole_parameters",
+            "plan {plan} divides the model's parameters ({axes}), but {optimizer} needs whole parameters. Use an "
+            "elementwise optimizer such as AdamW, use dp={size}, or train a job, in which optimizer: muon, lars and "
+            "lamb run under every plan.",
+            plan=plan,
+            axes=axes,
+            optimizer=type(whole[0]).__name__,
             size=group.size,
         )
     if dealt is None:
