@@ -10,6 +10,8 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import paceline
@@ -20,6 +22,7 @@ from paceline.job.zoo.models import GPT
 from paceline.split.cross_entropy import chunked_cross_entropy
 from ranks import Ranks
 from refusals import raises
+from simulated.environment import Simulated
 
 SAMPLES, TOKENS, VOCAB, WIDTH, BATCH = 20, 6, 10, 8, 7  # the last batch of an epoch has 6 samples
 STEPS = 4
@@ -185,6 +188,13 @@ def test_a_head_with_a_bias_and_a_weight_of_its_own_is_trained_alike(ranks: Rank
             assert own == pytest.approx(expected, rel=1e-12)
 
 
+@pytest.mark.parametrize("plan", ["dp=2", "tp=2"])
+def test_accelerators_compute_the_same_loss(simulated: Simulated, plan: str) -> None:
+    expected = losses("dp=1", {"chunk": "off"})
+    for own in simulated.ranks(2, losses, plan, {"chunk": 4}):
+        assert own == pytest.approx(expected, rel=1e-12)
+
+
 def test_logits_that_the_model_changes_are_computed_whole_or_refused() -> None:
     with raises(JobError, "loss.chunk_impossible", chunk=3):
         losses("dp=1", {"chunk": 3}, {"scale": 0.5})
@@ -214,6 +224,46 @@ def test_a_label_out_of_range_is_named_with_its_sample() -> None:
     with raises(DataError, "loss.label_out_of_range", label=VOCAB, largest=VOCAB - 1):
         engine.step(next(iter(engine.loader)))
     engine.close()
+
+
+class Largest(TorchDispatchMode):
+    """Size of the largest tensor that an operation returns."""
+
+    numel = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        # a view of one number has no memory
+        sizes = [t.untyped_storage().nbytes() // t.itemsize for t in tree_leaves(made) if isinstance(t, Tensor)]
+        self.numel = max(self.numel, *sizes, 0)
+        return made
+
+
+class Packed(Dataset[Any]):
+    """Sequences of two documents each."""
+
+    packed = True
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        ids = torch.arange(index, index + 256)
+        return {"input_ids": ids, "position_ids": torch.arange(256) % 128, "labels": ids + 1}
+
+
+@pytest.mark.parametrize("chunk", [32, "off"])
+def test_no_tensor_has_the_size_of_whole_logits(chunk: Any) -> None:
+    classes, loss = 2000, CrossEntropy(chunk=chunk)
+    model = GPT(vocab=classes, context=256, layers=1, hidden=8, heads=1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    engine = paceline.setup(model, optimizer, loss=loss, loader=DataLoader(Packed(), batch_size=4), plan="dp=1")
+    with Largest() as largest:
+        for batch in engine.loader:  # the first step also checks that documents do not mix
+            engine.step(batch)
+        engine.evaluate(DataLoader(Packed(), batch_size=4), build_metrics(["accuracy", "perplexity"], loss))
+    engine.close()
+    assert (largest.numel >= 256 * classes) == (chunk == "off")
 
 
 def metrics_of(plan: str, chunk: Any) -> dict[str, float]:

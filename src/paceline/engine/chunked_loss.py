@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo as _not_compiled  # imports the compiler only when called
 from torch._guards import active_fake_mode
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from paceline.comm import Group
 from paceline.engine.guard import LossScale
@@ -114,6 +115,9 @@ def _traced(model: nn.Module, example: Batch, call: Call) -> Head:
         return Head(None, f"the model calls {node.path} several times")
     if len(logits.shape) not in (2, 3):
         return Head(None, f"the logits have the shape {list(logits.shape)}")
+    weight = weighted(model.get_submodule(node.path)).weight
+    if not isinstance(weight, Tensor) or is_traceable_wrapper_subclass(weight):
+        return Head(None, f"the weight of {node.path} is a {type(weight).__name__}")
     if any(_hooks(module) for module in path_of(model, node.path)):
         return Head(None, f"a hook reads the output of {node.path} or its gradient")
     return Head(node.path)
@@ -169,6 +173,12 @@ class ChunkedHead:
         """Return a context in which the head adds up metrics of `target` in `totals`."""
         self.target, self._metrics = target, metrics
         with self._replaced(self._measured):
+            yield
+
+    @contextmanager
+    def passing(self) -> Iterator[None]:
+        """Return a context in which the head returns its input."""
+        with self._replaced(_passed):
             yield
 
     def taken(self, output: Any) -> Tensor | None:
@@ -267,6 +277,10 @@ class ChunkedHead:
                 found=f"logits {list(logits.shape)} for labels {list(self.target.shape)}",
             )
         return labels.view(input.shape[:-1])
+
+
+def _passed(input: Tensor) -> Tensor:
+    return input
 
 
 class ChunkedLoss:

@@ -137,7 +137,9 @@ class PackedCheck:
         compute = self.compute
         batch, start = trial.batches[kind]
         repeated = 1 if compute.split is None else rows(compute.split.example)
-        found = compute.output({key: values.repeat_interleave(repeated, 0) for key, values in batch.items()})
+        # the inputs of a head depend on the same documents as its logits, which may not fit in memory
+        with nullcontext() if compute.chunks is None else compute.chunks.passing():
+            found = compute.output({key: values.repeat_interleave(repeated, 0) for key, values in batch.items()})
         if found is None:
             return []
         output, placed = found

@@ -51,7 +51,7 @@ def chunk_rows(rows: int, number_bytes: int) -> int:
 
     Logits with 16 bits are also converted to 32 bits, so their chunks are smaller.
     """
-    return min(max(-(-rows // (16 if number_bytes < 4 else 8)), 64), 2048)
+    return min(max(-(-rows // (24 if number_bytes < 4 else 8)), 64), 2048)
 
 
 class Metric(Protocol):

@@ -66,7 +66,7 @@ def chunked_cross_entropy(
         weight: weight of the head, shape (classes, features), or (features, classes) if `transposed`. With `tp`, each
             rank has classes / ranks classes.
         target: integer labels of shape (...), or -100 for ignored labels. The caller checks their range.
-        chunk: number of rows in a chunk; None chooses a sixteenth of the rows (an eighth for 32 bits).
+        chunk: number of rows in a chunk; None chooses it by the number of rows (`chunk_rows`).
         label_smoothing: fraction of each label that is spread over all classes.
         class_weight: weight of each class of all ranks. If given, the mean is weighted by the labels' weights.
         loss_scale: factor on the gradients that the forward pass computes, which the backward pass divides out. With
