@@ -202,7 +202,8 @@ def _write(loaded: Loaded, out: Path, *, tied: bool, weights: str | None) -> Non
             _bare(alias): averaged[_bare(name)] for alias, name in loaded.aliases.items() if _bare(name) in averaged
         }
     described = {name: {"dtype": entry.dtype, "shape": entry.shape} for name, entry in tensors.entries.items()}
-    formats = _formats(loaded.path)
+    # the frozen weights may be in other files than the checkpoint
+    formats = {name: format for name, format in _formats(loaded.path).items() if name in described}
     described |= {n: {"dtype": "F32", "shape": [described[n]["shape"][0], f.columns]} for n, f in formats.items()}
 
     def take(name: str) -> Tensor:
