@@ -275,3 +275,90 @@ def test_the_tokenizer_of_the_models_folder_is_the_default(tmp_path: Path) -> No
     job = Job(**{**values, "model": {"hf": str(folder / "config.json"), "task": "causal_lm"}})
     assert Sample(job.data.build(input_shape=None, seed=0).train[0], folder).trained
     assert "tokenizer:" not in job.to_yaml()
+
+
+def pair_job(path: Path, tokenizer: Path, **changes: Any) -> Job:
+    data = {"kind": "preferences", "path": str(path), "tokenizer": str(tokenizer), "held_out": 0, "context": 64}
+    return Job(
+        model={"zoo": "gpt", "args": {"vocab": 360, "context": 64}},
+        optimizer={"name": "sgd", "lr": 0.1},
+        global_batch=1,
+        stop={"steps": 2},
+        **{"data": data, "task": "dpo", **changes},
+    )
+
+
+def pair_of(tmp_path: Path, row: dict[str, Any]) -> list[Sample]:
+    folder = save_chat_tokenizer(tmp_path / "tokenizer")
+    job = pair_job(write(tmp_path / "pairs.jsonl", [row, row]), folder)
+    train: Any = job.data.build(input_shape=None, seed=0).train
+    ids, labels = train.__getitems__([0, 1]).values
+    assert ids.shape == labels.shape == (2, 2, 64)
+    return [Sample((ids[0, i], labels[0, i]), folder) for i in range(2)]
+
+
+PROMPT = [user("Where were the boats?")]
+SAND, RIVER = assistant("On the sand."), assistant("In the river, of course.")
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": PROMPT, "chosen": [SAND], "rejected": [RIVER]},
+        {"chosen": [*PROMPT, SAND], "rejected": [*PROMPT, RIVER]},
+        {"prompt": PROMPT[0]["content"], "chosen": [*PROMPT, SAND], "rejected": [*PROMPT, RIVER]},
+        {"prompt": PROMPT[0]["content"], "chosen": [SAND], "rejected": [RIVER]},
+    ],
+    ids=["explicit", "implicit", "repeated", "text"],
+)
+def test_a_pair_is_the_chosen_and_the_rejected_conversation_of_one_prompt(tmp_path: Path, row: dict[str, Any]) -> None:
+    for sample, answer in zip(pair_of(tmp_path, row), (SAND, RIVER), strict=True):
+        alone = sample_of(tmp_path, {"prompt": PROMPT, "completion": [answer]}, context=64)
+        assert (sample.ids, sample.labels) == (alone.ids, alone.labels)
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": "The river was", "chosen": " low.", "rejected": " lost in the sand."},
+        {"chosen": "The river was low.", "rejected": "The river was lost in the sand."},
+    ],
+)
+def test_texts_share_a_prompt_of_whole_words(tmp_path: Path, row: dict[str, Any]) -> None:
+    for sample, answer in zip(pair_of(tmp_path, row), (" low.", " lost in the sand."), strict=True):
+        alone = sample_of(tmp_path, {"prompt": "The river was", "completion": answer}, context=64)
+        assert (sample.ids, sample.labels) == (alone.ids, alone.labels)
+
+
+@pytest.mark.parametrize(
+    ("row", "code"),
+    [
+        ({"prompt": "a", "chosen": " b"}, "data.no_preference"),
+        ({"chosen": "a b", "rejected": "c d"}, "data.no_common_prompt"),
+        ({"chosen": "a b", "rejected": [SAND]}, "data.preference_mixed"),
+    ],
+)
+def test_rows_without_a_pair_are_refused(tmp_path: Path, row: dict[str, Any], code: str) -> None:
+    with raises(DataError, code):
+        pair_of(tmp_path, row)
+
+
+@pytest.mark.parametrize(
+    ("changes", "code"),
+    [
+        ({"loss": "cross_entropy"}, "job.task_of_other_loss"),
+        ({"loss": "cross_entropy", "task": None}, "job.pairs_without_loss"),
+        ({"data": {"kind": "digits"}}, "job.task_of_other_data"),
+        ({"data": {"kind": "digits"}, "task": None, "loss": "dpo"}, "job.loss_without_pairs"),
+    ],
+)
+def test_pairs_and_their_loss_belong_together(tmp_path: Path, changes: dict[str, Any], code: str) -> None:
+    folder = save_chat_tokenizer(tmp_path / "tokenizer")
+    with raises(JobError, code):
+        pair_job(tmp_path / "pairs.jsonl", folder, **changes)
+
+
+def test_pairs_are_not_packed(tmp_path: Path) -> None:
+    data = {"kind": "preferences", "path": "p.jsonl", "context": 64, "pack": True}
+    with raises(JobError, "data.pairs_packed"):
+        pair_job(tmp_path / "pairs.jsonl", tmp_path, data=data)

@@ -123,9 +123,43 @@ class ChatForm:
                 columns=[name for name, value in row.items() if value is not None],
             )
         prompt, completion = (_text_or_messages(row[name]) for name in ("prompt", "completion"))
+        return self._completed(prompt, completion, "completion", row, where)
+
+    def pair(self, row: Mapping[str, Any], where: Where) -> tuple[Turns, Turns]:
+        """Convert a row with `prompt`, `chosen` and `rejected` to the two completed sequences.
+
+        Without `prompt`, or if it is a text that `chosen` and `rejected` begin with as messages, the prompt is what
+        both have in common at their beginning.
+
+        Raises:
+            DataError: the row has no pair, or the template refuses it; see `__call__`.
+        """
+        row = {**row, **{name: row[column] for name, column in self.columns.items() if column in row}}
+        if any(row.get(name) is None for name in ("chosen", "rejected")):
+            raise DataError(
+                "data.no_preference",
+                "{where}: this row has the columns {columns}, but kind: preferences needs chosen and rejected. Name "
+                "them with data.columns, e.g. {{chosen: better, rejected: worse}}.",
+                where=where,
+                columns=[name for name, value in row.items() if value is not None],
+            )
+        chosen, rejected = (_text_or_messages(row[name]) for name in ("chosen", "rejected"))
+        prompt = None if row.get("prompt") is None else _text_or_messages(row["prompt"])
+        if isinstance(prompt, str) and isinstance(chosen, list) and isinstance(rejected, list):
+            repeated = chosen[:1] == rejected[:1] and _content(chosen[0]) == prompt
+            prompt = None if repeated else [{"role": "user", "content": prompt}]
+        if prompt is None:
+            shared = _common(chosen, rejected, where)
+            prompt, chosen, rejected = chosen[:shared], chosen[shared:], rejected[shared:]
+        return (
+            self._completed(prompt, chosen, "chosen", row, where),
+            self._completed(prompt, rejected, "rejected", row, where),
+        )
+
+    def _completed(self, prompt: Any, completion: Any, name: str, row: Mapping[str, Any], where: Where) -> Turns:
         if isinstance(prompt, str) and isinstance(completion, str):
             return self._text_pair(prompt, completion, where)
-        pair = _messages(prompt, "prompt", where), _messages(completion, "completion", where)
+        pair = _messages(prompt, "prompt", where), _messages(completion, name, where)
         return self._pair(*pair, _extras(row, where), where)
 
     def prompt(self, messages: Messages) -> list[int]:
@@ -341,6 +375,38 @@ def _parsed(value: Any) -> Any:
         with suppress(ValueError):
             return _plain(json.loads(value))
     return _plain(value)
+
+
+def _content(message: Mapping[str, Any]) -> Any:
+    return message.get("content", message.get("value"))
+
+
+def _common(chosen: Any, rejected: Any, where: Where) -> int:
+    """Return the number of messages, or of characters, that two completed conversations have in common.
+
+    A completion has at least one message, and begins with a space where texts begin to differ within a word.
+    """
+    both = isinstance(chosen, list) and isinstance(rejected, list)
+    if not both and not (isinstance(chosen, str) and isinstance(rejected, str)):
+        raise DataError(
+            "data.preference_mixed",
+            "{where}: chosen is a {chosen}, but rejected is a {rejected}. Both must be texts or lists of messages.",
+            where=where,
+            chosen=type(chosen).__name__,
+            rejected=type(rejected).__name__,
+        )
+    most = min(len(chosen), len(rejected)) - both
+    shared = next((i for i in range(most) if chosen[i] != rejected[i]), most)
+    if isinstance(chosen, str):
+        shared = max((i for i in range(shared, 0, -1) if chosen[i - 1 : i].isspace()), default=0)
+        shared = len(chosen[:shared].rstrip())
+    if not shared:
+        raise DataError(
+            "data.no_common_prompt",
+            "{where}: this row has no prompt, and chosen and rejected begin differently. Add a column prompt.",
+            where=where,
+        )
+    return shared
 
 
 def _text_or_messages(value: Any) -> Any:

@@ -27,7 +27,7 @@ from paceline.errors import DataError
 from paceline.job.batch import Batch, place, rows, split, target_of
 from paceline.job.experts import add_counts, moe_counts, routers_of, weigh_balance
 from paceline.job.loss import Loss, Metric
-from paceline.job.loss_items import IGNORED, call, declares_mean, is_known, refused_batch, trimmed
+from paceline.job.loss_items import IGNORED, call, declares_mean, has_pairs, is_known, refused_batch, trimmed
 from paceline.planning.cost.layout import BYTES
 from paceline.planning.plan import Plan
 from paceline.split.cross_entropy import divides_classes
@@ -35,6 +35,7 @@ from paceline.split.remat import compiled
 from paceline.sync import Replica
 
 if TYPE_CHECKING:
+    from paceline.engine.reference import Reference
     from paceline.engine.split_model import ShardReads
     from paceline.split.apply import Split
 
@@ -82,6 +83,7 @@ class Compute(ABC):
         chunks: this rank's output head, if the head computes the loss in chunks; otherwise None.
         trims: True if positions after the last label that counts are not computed. Microbatches then differ in length,
             so pipelines, divided sequences and compiled models compute all positions.
+        reference: log-probabilities under the weights before training; None if the loss has no reference.
         reads: check that refuses reads of parameter shards outside of the model; None if each rank holds all
             parameters.
     """
@@ -89,6 +91,7 @@ class Compute(ABC):
     replica: Replica
     reads: ShardReads | None = None
     chunks: ChunkedHead | None = None
+    reference: Reference | None = None
 
     def __init__(
         self,
@@ -130,6 +133,24 @@ class Compute(ABC):
             metrics: metrics that the head computes in chunks instead of logits (`ChunkedHead.totals`). They are used
                 only on a rank with `chunks`.
         """
+
+    @abstractmethod
+    def placed(self, batch: Batch | None, count: int = 1) -> Batch:
+        """Return this rank's part of the batch, on its device.
+
+        Without a batch, the result is `count` copies of an example.
+        """
+
+    @abstractmethod
+    def forward_alone(self, placed: Batch) -> Any:
+        """Return the model's output for the result of `placed`, without a backward pass.
+
+        The result is None on ranks without the last stage of a pipeline.
+        """
+
+    def against_reference(self, parts: Sequence[Batch]) -> list[AbstractContextManager[None]]:
+        """Return a context for each microbatch, in which the loss compares it with the reference."""
+        return [_AS_IT_IS] * len(parts) if self.reference is None else self.reference.of(parts)
 
     def call(self, batch: Batch) -> Any:
         """Return the model's output for a batch that is already on this rank's device."""
@@ -292,6 +313,8 @@ class ExpertBalance:
         else:
             assert normalization.items_per_sample is not None
             weights = items / (position.total * normalization.items_per_sample)
+        if has_pairs(compute.loss):
+            return weights.repeat_interleave(2) / 2, None
         labels = part.get("labels") if isinstance(part, Mapping) and "position_ids" in part else None
         if labels is None or labels.dim() != 2 or not (context is None or context.whole):
             return weights, None
@@ -328,10 +351,11 @@ class WholeModel(Compute):
             parts = self.microbatches(self.place(batch))
         if (chunks := self.chunks) is not None:
             chunks.check(target_of(batch), self.here(step), self.loader.indices)
+        against = self.against_reference(parts)
         for i, part in enumerate(parts):
             self.replica.backward.last = i == len(parts) - 1
             self.experts.weigh(part, position)
-            with self.autocast(), self._knowing(batch):
+            with self.autocast(), self._knowing(batch), against[i]:
                 with _AS_IT_IS if chunks is None else chunks.training(self.normalization.target(part)):
                     output = self.call(part)
                 if i == 0 and chunks is None and is_accelerator(self.device):
@@ -355,10 +379,18 @@ class WholeModel(Compute):
 
     def output(self, batch: Batch | None, metrics: Sequence[Metric] = ()) -> tuple[Any, Batch] | None:
         """See `Compute.output`."""
-        assert batch is not None, "only the ranks of one replica wait for each other"
-        placed = self.place_trimmed(batch)
+        placed = self.placed(batch)
         with self.measuring(placed, metrics):
             return self.call(placed), placed
+
+    def placed(self, batch: Batch | None, count: int = 1) -> Batch:
+        """See `Compute.placed`."""
+        assert batch is not None, "only the ranks of one replica wait for each other"
+        return self.place_trimmed(batch)
+
+    def forward_alone(self, placed: Batch) -> Any:
+        """See `Compute.forward_alone`."""
+        return self.call(placed)
 
 
 def head_in(

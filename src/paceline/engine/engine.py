@@ -32,14 +32,16 @@ from paceline.engine.reduction import (
     UnreadStep,
     clip_elements,
 )
+from paceline.engine.reference import Reference
 from paceline.engine.replica_state import ReplicaState
 from paceline.errors import DataError, JobError, PlanError
 from paceline.job.batch import Batch, rows
 from paceline.job.loss import Loss, Metric
+from paceline.job.loss_items import has_reference
 from paceline.planning.plan import REPLICA, Plan
 from paceline.planning.sync_info import sync_info
 from paceline.split.layout import Part
-from paceline.state.average import WeightAverage
+from paceline.state.average import FirstWeights, WeightAverage
 from paceline.sync import Replica, SyncRule, acts_after_step, attach, build_rule
 from paceline.sync.batchnorm import unsynchronise
 from paceline.sync.rows import numbers_of
@@ -122,6 +124,7 @@ class RankEngine:
         guard: check that stops or skips updates with NaN, Inf or loss spikes.
         rows: embedding tables with sparse gradients.
         average: moving average of the weights, which evaluations use; None if the job does not set `ema`.
+        first: the weights before training, which are the reference of the loss; None if the loss has no reference.
         rule: the sync rule of the replicas.
         replica: the object through which the rule accesses this rank; its `traffic` counts the bytes that the rule has
             sent.
@@ -176,6 +179,9 @@ class RankEngine:
         self.runs_ahead = settings.runs_ahead(plan, self.device)
         spikes = None if settings.spike.policy == "off" else LossSpikes(settings.spike)
         self.average = None if settings.ema is None else WeightAverage(optimizer, settings.ema)
+        self.first = FirstWeights(optimizer) if has_reference(loss) else None
+        if self.first is not None:
+            self.compute.reference = Reference(self.compute, self._reference_weights)
         self.guard = Guard(
             settings.nonfinite, self.model, self.compute.loss_scale, group.rank, late=self.runs_ahead, spikes=spikes
         )
@@ -320,6 +326,11 @@ class RankEngine:
             held.callback(self.rule.detach)
 
     @property
+    def copies(self) -> list[FirstWeights]:
+        """The copies of the weights beside the optimizer: `average` and `first`."""
+        return [copy for copy in (self.average, self.first) if copy is not None]
+
+    @property
     def plan(self) -> Plan:
         """The plan in use."""
         return self.compute.plan
@@ -441,6 +452,13 @@ class RankEngine:
         kind: type[GradientReduction]
         kind = LocalReduction if self.local_steps else ReductionAhead if self.runs_ahead else GradientReduction
         self.reduction = kind(self.rule, self.replica, self.signals, self.meter, world, split, self.compute.loss_scale)
+        if self.first is not None and self.local_steps:
+            raise PlanError(
+                "plan.reference_of_local_steps",
+                "plan {plan} lets replicas train independently, so their copies of the first weights, which are the "
+                "reference of the loss, could differ. Use sync=allreduce.",
+                plan=self.plan,
+            )
         if info.local_steps and (getattr(self.loss, "whole_batch", False) or self.settings.batch_norm == "sync"):
             raise PlanError(
                 "plan.joint_batch_under_local_rule",
@@ -563,8 +581,8 @@ class RankEngine:
             torch._foreach_mul_(self.reduction.gradients, most / (norm + 1e-6))
 
     def _step_optimizer(self, step: int) -> None:
-        if self.average is not None:
-            self.average.before_update()
+        for copy in self.copies:
+            copy.before_update()
         try:
             self.rule.step_optimizer(self.optimizer)
         except BaseException:
@@ -572,8 +590,8 @@ class RankEngine:
             raise
         if self._after_update is not None:
             self._after_update(step)
-        if self.average is not None:
-            self.average.after_update()
+        for copy in self.copies:
+            copy.after_update()
         if self.compute.loss_scale is not None:
             self.compute.loss_scale.grow()
 
@@ -586,6 +604,15 @@ class RankEngine:
         if self.before_update is not None:
             self.before_update(self.step_count)  # a checkpoint may still be copying the weights
         with self.average.in_place():
+            yield
+
+    @contextmanager
+    def _reference_weights(self) -> Iterator[None]:
+        """Return a context in which the model has the weights before training."""
+        assert self.first is not None
+        if self.before_update is not None:
+            self.before_update(self.step_count)  # a checkpoint may still be copying the weights
+        with self.first.in_place():
             yield
 
     def _prepare_update(self, step: int) -> None:

@@ -15,6 +15,7 @@ from paceline.comm import Group
 from paceline.data.samples import Retry, held_out_batches, most_batches, padded
 from paceline.device import forked_random, widened, widest_float
 from paceline.engine.compute import Compute
+from paceline.engine.reference import in_eval_mode
 from paceline.errors import DataError, JobError, StorageError
 from paceline.job.batch import Batch, target_of
 from paceline.job.loss import Metric
@@ -73,24 +74,17 @@ class Evaluation:
         """Return a context with the model in eval mode and synchronized parameters."""
         compute = self.compute
         compute.normalization.prepare()
-        # A user may keep some layers in eval mode.
-        training = [module for module in compute.model.modules() if module.training]
-        compute.model.eval()
-        try:
-            with self.weights():
-                with (
-                    rule.shared_parameters(),
-                    self.averaged_buffers(),
-                    forked_random(compute.device),
-                    # not inference mode: a model may cache a tensor that it made and train with it later
-                    torch.no_grad(),
-                    compute.autocast(),
-                ):
-                    yield
-                self.on_end()
-        finally:
-            for module in training:
-                module.training = True
+        with in_eval_mode(compute.model), self.weights():
+            with (
+                rule.shared_parameters(),
+                self.averaged_buffers(),
+                forked_random(compute.device),
+                # not inference mode: a model may cache a tensor that it made and train with it later
+                torch.no_grad(),
+                compute.autocast(),
+            ):
+                yield
+            self.on_end()
 
     def begin(self, number: int) -> None:
         """Seed the random numbers of a validation batch, and report that this rank is alive."""
@@ -121,6 +115,7 @@ class Evaluation:
         in_chunks = all(getattr(metric, "by_label", False) for metric in metrics)
         if chunks is not None and batch is not None:
             chunks.check(target_of(batch), "in the validation set")
+        against = nullcontext() if compute.reference is None else compute.reference.of_batch(batch)
         found = compute.output(batch, metrics if in_chunks else ())
         if found is None or batch is None:
             return []
@@ -129,10 +124,11 @@ class Evaluation:
             return list(chunks.totals)
         compute.check_target(output, batch, "in the validation set")
         target: Any = compute.normalization.target(placed)
-        return [
-            compute.normalization.measured(m, output, placed) if isinstance(m, LossMetric) else m(output, target)
-            for m in metrics
-        ]
+        with against:
+            return [
+                compute.normalization.measured(m, output, placed) if isinstance(m, LossMetric) else m(output, target)
+                for m in metrics
+            ]
 
 
 class UnreadableBatch(StorageError):

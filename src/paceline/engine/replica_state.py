@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import socket
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from typing import TYPE_CHECKING, Any
@@ -91,17 +91,15 @@ class ReplicaState:
         """Yield each group of ranks, the tensors to compare, and whether to compare bitwise."""
         engine, split = self.engine, self.engine.split
         parameters = {name: local(p).detach() for name, p in engine.named_parameters().items()}
-        averages: dict[str, Tensor] = {}
-        if engine.average is not None:
-            found = engine.average.of_parameters()
-            averages = {name: found[p] for name, p in engine.named_parameters().items() if p in found}
+        named = engine.named_parameters()
+        copies = {copy.key: copy.named(named) for copy in engine.copies}
         if split is None:
-            yield engine.group, parameters | _as_averages(averages) | self._buffers(), True
+            yield engine.group, parameters | _as_copies(copies, parameters) | self._buffers(), True
             return
         for axis in _AXES:
             if split.mesh.sizes[axis] > 1:
                 alike = {name: p for name, p in parameters.items() if axis not in split.parts[name].sharded}
-                alike |= _as_averages({name: p for name, p in averages.items() if name in alike})
+                alike |= _as_copies(copies, alike)
                 # Ranks that divide a layer compute their common tensors from different partial sums,
                 # so the copies are only approximately equal.
                 yield split.mesh.group(axis), alike, axis in DATA_AXES
@@ -186,9 +184,9 @@ _BUFFER = (
 )
 
 
-def _as_averages(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the parameters' moving averages under separate names."""
-    return {f"{name} (average)": tensor for name, tensor in tensors.items()}
+def _as_copies(copies: Mapping[str, Mapping[str, Tensor]], names: Collection[str]) -> dict[str, Tensor]:
+    """Return the copies of the named parameters, such as their moving averages, under separate names."""
+    return {f"{n} ({key})": tensor for key, held in copies.items() for n, tensor in held.items() if n in names}
 
 
 def _keeps_its_own(module: nn.Module) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -128,8 +128,9 @@ class SplitModel(Compute):
             whole = _repeated(self._sample, count) if batch is None else batch
             parts = [self.place_trimmed(part) for part in split(whole, count)]
         else:
-            placed = self._placed(batch, count)
+            placed = self.placed(batch, count)
             parts = list(split(placed, count))
+        against = self.against_reference(parts)
         if (chunks := self.chunks) is not None and batch is not None:
             chunks.check(target_of(batch), self.here(step), self.loader.indices)
         if self.split.pipeline is not None:
@@ -144,7 +145,7 @@ class SplitModel(Compute):
                 self.split.pipeline.forward_backward(
                     placed,
                     count,
-                    lambda output, part, i: self._addend(local, output, part, batch, position, step),
+                    lambda output, part, i: self._addend(local, output, part, batch, position, step, against[i]),
                     self.autocast,
                     begin,
                 )
@@ -156,7 +157,7 @@ class SplitModel(Compute):
             with self.autocast():
                 with nullcontext() if chunks is None else chunks.training(self.normalization.target(part)):
                     output = self.call(part)
-                loss = self._addend(local, output, part, batch, position, step)
+                loss = self._addend(local, output, part, batch, position, step, against[i])
             if not step & (step - 1):
                 self.reads.check(loss, everywhere=True)
             loss.backward()
@@ -166,23 +167,31 @@ class SplitModel(Compute):
         """See `Compute.output`."""
         if batch is None and not self.split.all_must_compute:
             return None
-        if self.trims:
-            placed = self.place_trimmed(self._sample if batch is None else batch)
-        else:
-            placed = self._placed(batch, 1)
-        pipeline = self.split.pipeline
+        placed = self.placed(batch)
         if self._head is not None:
             self._head.gather = True
         with self.measuring(placed, metrics):
-            output = self.call(placed) if pipeline is None else pipeline.forward(placed)
+            output = self.forward_alone(placed)
         if self._head is not None:
             self._head.gather = False
         return (output, placed) if batch is not None and self.split.owns_loss else None
 
+    def forward_alone(self, placed: Batch) -> Any:
+        """See `Compute.forward_alone`."""
+        pipeline = self.split.pipeline
+        return self.call(placed) if pipeline is None else pipeline.forward(placed)
+
     def _addend(
-        self, local: LocalLoss, output: Any, part: Batch, batch: Batch | None, position: Position, step: int
+        self,
+        local: LocalLoss,
+        output: Any,
+        part: Batch,
+        batch: Batch | None,
+        position: Position,
+        step: int,
+        against: AbstractContextManager[None],
     ) -> Tensor:
-        with self.reads:
+        with self.reads, against:
             if batch is None:
                 return NoGradient(self.step_loss(output, self.normalization.target(part))).loss
             loss, items = self.normalized_loss(output, part, batch, position, step)
@@ -216,12 +225,12 @@ class SplitModel(Compute):
         if pipeline is None or pipeline.has_last_stage:
             self.chunked(head, split_.modules[-1], tp)
 
-    def _placed(self, batch: Batch | None, count: int) -> Batch:
-        """Return this rank's tokens of the batch, on its device.
-
-        If `batch` is None, the result is `count` copies of one sample.
-        """
-        placed = self.place(_repeated(self._sample, count) if batch is None else batch)
+    def placed(self, batch: Batch | None, count: int = 1) -> Batch:
+        """See `Compute.placed`."""
+        whole = _repeated(self._sample, count) if batch is None else batch
+        if self.trims:
+            return self.place_trimmed(whole)
+        placed = self.place(whole)
         return self.split.context.shard(placed) if self.split.context is not None else placed
 
 

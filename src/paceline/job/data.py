@@ -380,7 +380,16 @@ class Tokens(TokenizerSpec):
         return {}
 
 
-class Chat(TokenizerSpec):
+class TemplateSpec(TokenizerSpec):
+    """Keys of files whose rows become text by a chat template."""
+
+    columns: dict[str, str] = Field(default_factory=dict)  # names of columns in the files: {completion: answer}
+    template: Path | None = None  # a file with another chat template
+    template_args: Args = Field(default_factory=dict)  # variables of the template, such as {enable_thinking: false}
+    date: dates.date = dates.date(2024, 7, 26)  # the day that a template gets in place of today
+
+
+class Chat(TemplateSpec):
     """Conversations in rows with `messages`, or with `prompt` and `completion`, for supervised fine-tuning.
 
     Messages are dicts of `role` and `content`, and become text by the chat template of the tokenizer. The columns
@@ -393,12 +402,8 @@ class Chat(TokenizerSpec):
     """
 
     kind: Literal["chat"]
-    columns: dict[str, str] = Field(default_factory=dict)  # names of columns in the files: {completion: answer}
-    template: Path | None = None  # a file with another chat template
-    template_args: Args = Field(default_factory=dict)  # variables of the template, such as {enable_thinking: false}
     # what the model learns to write: all turns of the assistant, only the last one, or all tokens
     train_on: Literal["assistant", "last", "all"] = "assistant"
-    date: dates.date = dates.date(2024, 7, 26)  # the day that a template gets in place of today
 
     def fetch(self) -> dict[str, str]:
         """Convert conversations to tokens if `pack` needs it, unless this host has done it."""
@@ -407,6 +412,24 @@ class Chat(TokenizerSpec):
 
             convert_chats(self)
         return {}
+
+
+class Preferences(TemplateSpec):
+    """Pairs of a chosen and a rejected completion, in rows with `prompt`, `chosen` and `rejected`.
+
+    The three are texts, or lists of messages, which become text by the chat template of the tokenizer. Without
+    `prompt`, the prompt is what `chosen` and `rejected` have in common at their beginning. Only tokens of the
+    completions count. A sample is a pair, and each of its sequences is cut at `context` tokens.
+    """
+
+    kind: Literal["preferences"]
+
+    @field_validator("pack", mode="after")
+    @classmethod
+    def _not_packed(cls, value: bool) -> bool:
+        if value:
+            raise InvalidValue("data.pairs_packed", "preferences are not packed, because a pair is one sample")
+        return value
 
 
 class Stage(Spec):
@@ -571,7 +594,19 @@ class Synthetic(_Data):
 
 DataSpec = Annotated[
     Annotated[
-        Digits | Cifar10 | Images | Text | Arrays | Records | Tokens | Chat | Mixture | Custom | Streamed | Synthetic,
+        Digits
+        | Cifar10
+        | Images
+        | Text
+        | Arrays
+        | Records
+        | Tokens
+        | Chat
+        | Preferences
+        | Mixture
+        | Custom
+        | Streamed
+        | Synthetic,
         Field(discriminator="kind"),
     ],
     BeforeValidator(_Data.long_form),

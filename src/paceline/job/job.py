@@ -36,7 +36,7 @@ from paceline.yaml_file import explain
 
 Task = Literal["pretrain", "sft", "dpo"]
 # kinds of data of each task, beside those whose samples a user's own code makes
-_KINDS_OF = {"pretrain": ("tokens", "text", "synthetic"), "sft": ("chat",)}
+_KINDS_OF = {"pretrain": ("tokens", "text", "synthetic"), "sft": ("chat",), "dpo": ("preferences",)}
 _ANY_SAMPLES = ("records", "mixture", "dataset", "iterable")
 _LOSSES_OF_TOKENS = ("cross_entropy", "model", "CrossEntropyLoss")
 Precision = Literal["fp32", "bf16", "fp16", "fp64"]
@@ -177,7 +177,7 @@ class Job(Spec):
     @classmethod
     def _default_loss(cls, values: Any) -> Any:
         if isinstance(values, dict) and values.get("task") in _KINDS_OF and values.get("loss") is None:
-            return {**values, "loss": "cross_entropy"}
+            return {**values, "loss": "dpo" if values["task"] == "dpo" else "cross_entropy"}
         return values
 
     @model_validator(mode="after")
@@ -200,13 +200,16 @@ class Job(Spec):
                 kinds=" or ".join(_KINDS_OF[task]),
                 kind=kind,
             )
-        if self.loss.name not in _LOSSES_OF_TOKENS and ":" not in self.loss.name:
+        losses = ("dpo",) if task == "dpo" else _LOSSES_OF_TOKENS
+        if self.loss.name not in losses and ":" not in self.loss.name:
             raise InvalidValue(
                 "job.task_of_other_loss",
-                "task: {task} predicts tokens, but the loss is {loss}. Remove the key loss, so that it is "
-                "cross_entropy.",
+                "task: {task} needs a loss of {of}, but the loss is {loss}. Remove the key loss, so that it is "
+                "{default}.",
                 task=task,
+                of="preferences" if task == "dpo" else "tokens",
                 loss=self.loss.name,
+                default=losses[0],
             )
         of_model = "masked_lm" if self.model.zoo == "bert" else self.model.task
         if of_model not in (None, "causal_lm") and not (task == "pretrain" and of_model == "masked_lm"):
@@ -255,6 +258,23 @@ class Job(Spec):
                 "evaluate.prompts needs a language model that is evaluated during training, but {reason}. Remove the "
                 "key, and use paceline generate after training.",
                 reason=reason,
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _pairs_have_their_loss(self) -> Job:
+        if self.loss.name == "dpo" and self.data.kind not in ("preferences", "dataset"):
+            raise InvalidValue(
+                "job.loss_without_pairs",
+                "loss: dpo needs pairs of sequences, but data.kind is {kind}. Use data of kind: preferences.",
+                kind=self.data.kind,
+            )
+        if self.data.kind == "preferences" and self.loss.name != "dpo" and ":" not in self.loss.name:
+            raise InvalidValue(
+                "job.pairs_without_loss",
+                "data of kind: preferences has pairs of sequences, which the loss {loss} cannot compare. Use loss: "
+                "dpo.",
+                loss=self.loss.name,
             )
         return self
 
@@ -361,6 +381,7 @@ class Job(Spec):
             "clip_value": self.clip_value is not None,
             "quantize": self.quantize is not None,
             "ema": self.ema is not None,
+            "loss: dpo": self.loss.has_reference,
             "precision: fp16": self.precision == "fp16",
             "gradient_accumulation_steps": self.gradient_accumulation_steps > 1,
             "data.kind: iterable": self.data.kind == "iterable",
@@ -372,9 +393,14 @@ class Job(Spec):
     def state_tensors(self) -> float:
         """Number of additional tensors with a parameter's shape and type, stored for each parameter.
 
-        These are the optimizer's tensors and the moving average, not the parameter and its gradient.
+        These are the optimizer's tensors and the copies of the weights, not the parameter and its gradient.
         """
-        return self.optimizer.state_tensors + (self.ema is not None)
+        return self.optimizer.state_tensors + self.weight_copies
+
+    @property
+    def weight_copies(self) -> int:
+        """Number of copies of the trained weights: moving average and reference."""
+        return (self.ema is not None) + self.loss.has_reference
 
     def fetch(self) -> dict[str, str]:
         """Download what URLs name: data, the model's folder and weights.

@@ -101,8 +101,8 @@ class LossSpec(_NamedSpec):
     {weight: [1.0, 3.0]}}`.
 
     The built-in losses are `cross_entropy` (classes, tokens; label -100 is ignored), `mse`, `mae`, `bce` (with logits),
-    `contrastive` (NT-Xent), `model` (the model computes its own loss, like Hugging Face models that get labels), and
-    every loss class of `torch.nn` that compares an output with a target.
+    `contrastive` (NT-Xent), `dpo` (pairs of preferences), `model` (the model computes its own loss, like Hugging Face
+    models that get labels), and every loss class of `torch.nn` that compares an output with a target.
     """
 
     @property
@@ -112,7 +112,12 @@ class LossSpec(_NamedSpec):
 
     @property
     def is_over_whole_sequences(self) -> bool:
-        """True if the loss is a mean over whole sequences (`KLDivLoss` with the reduction `batchmean`)."""
+        """True if the loss is a mean over whole sequences.
+
+        Such losses are `dpo`, and `KLDivLoss` with the reduction `batchmean`.
+        """
+        if self.name == "dpo":
+            return True
         return self.args.get("reduction") == "batchmean" and bool(getattr(self.build(), "whole_sequences", False))
 
     @property
@@ -124,6 +129,11 @@ class LossSpec(_NamedSpec):
     def with_whole_logits(self) -> LossSpec:
         """Return this loss, computed from whole logits."""
         return self.model_copy(update={"args": {**self.args, "chunk": "off"}}) if self.name == "cross_entropy" else self
+
+    @property
+    def has_reference(self) -> bool:
+        """True if the loss compares the model with its weights before training (`dpo`)."""
+        return self.name == "dpo"
 
     def build(self) -> Loss:
         """Build the loss as a callable.

@@ -105,17 +105,17 @@ def trimmed(batch: Batch) -> Batch:
     remains. A batch whose tensors are not all of the shape of the labels is returned unchanged.
 
     Args:
-        batch: tokens and labels in host memory, each of shape (n, t).
+        batch: tokens and labels in host memory, each of shape (n, t), or (n, 2, t) for pairs.
     """
     labels = target_of(batch)
     columns = batch.values() if isinstance(batch, Mapping) else batch
-    if labels.dim() != 2 or any(column.shape != labels.shape for column in columns):
+    if labels.dim() < 2 or any(column.shape != labels.shape for column in columns):
         return batch
-    counted = (labels != IGNORED).any(0).nonzero()
+    counted = (labels != IGNORED).flatten(0, -2).any(0).nonzero()
     used = -(-int(counted[-1] + 1) // 8) * 8 if len(counted) else 8
     if isinstance(batch, Mapping):
-        return {name: column[:, :used] for name, column in batch.items()}
-    return tuple(column[:, :used] for column in batch)
+        return {name: column[..., :used] for name, column in batch.items()}
+    return tuple(column[..., :used] for column in batch)
 
 
 def logits_of(output: Any) -> Tensor:
@@ -143,7 +143,7 @@ def call(model: Callable[..., Any], batch: Batch, *, loss: Loss) -> Any:
     """Return the model's output for a batch.
 
     The inputs of a tuple are passed by position, the inputs of a mapping by name. Labels are passed only if the model
-    computes the loss.
+    computes the loss. Both sequences of a pair become rows of their own.
     """
     inputs, named = _arguments(batch, loss)
     if "position_ids" in named and getattr(getattr(model, "config", None), "use_cache", False):
@@ -153,6 +153,12 @@ def call(model: Callable[..., Any], batch: Batch, *, loss: Loss) -> Any:
 
 
 def _arguments(batch: Batch, loss: Loss) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if has_pairs(loss):
+        batch = (
+            {name: column.flatten(0, 1) for name, column in batch.items()}
+            if isinstance(batch, Mapping)
+            else tuple(column.flatten(0, 1) for column in batch)
+        )
     if isinstance(batch, (tuple, list)):
         return tuple(batch[:-1]), {}
     if isinstance(loss, ModelsOwn) or reads_models_loss(loss):
@@ -270,6 +276,28 @@ def items_of(loss: object) -> Items | None:
     if function in (F.cross_entropy, F.nll_loss):
         return functools.partial(_counted, ignored=given.get("ignore_index", -100), weight=given.get("weight"))
     return None
+
+
+def has_pairs(loss: object) -> bool:
+    """Return True if a sample of the loss is a pair of sequences (`has_pairs = True`)."""
+    return bool(getattr(loss, "has_pairs", False))
+
+
+def has_reference(loss: object) -> bool:
+    """Return True if a loss compares the model with its first weights (`has_reference = True`)."""
+    return bool(getattr(loss, "has_reference", False))
+
+
+def loss_before_training(loss: Any, output: Any, target: Any) -> Tensor:
+    """Return the loss of a model that is still its own reference."""
+    if not has_reference(loss):
+        found: Tensor = loss(output, target)
+        return found
+    with torch.no_grad():
+        reference = loss.log_probabilities(output, target)
+    with loss.against(reference):
+        found = loss(output, target)
+    return found
 
 
 def adds_up(loss: object) -> bool:

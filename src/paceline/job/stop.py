@@ -23,6 +23,8 @@ HIGHER_IS_BETTER = {
         ("accuracy", "token_accuracy", "multilabel_accuracy", "top5", "f1", "auc", "r2", "contrastive_accuracy"), True
     ),
     **dict.fromkeys(("loss", "perplexity", "bits_per_byte", "mse", "mae"), False),
+    **dict.fromkeys(("reward_accuracy", "reward_margin", "reward_chosen"), True),
+    "reward_rejected": False,
 }
 
 

@@ -147,6 +147,7 @@ class Layouts:
             transport=plan.transport,
             fused=plan.fused,
             loss_chunk=self.job.loss.chunk,
+            reference=self.job.loss.has_reference,
         )
 
 

@@ -267,9 +267,7 @@ def predicted_state_bytes(job: Job, engine: RankEngine) -> int:
     """
     held = engine.named_parameters()
     parts = engine.parts or {name: Part(name, ShardLayout.whole(p.shape)) for name, p in held.items()}
-    return predicted_bytes(
-        parts, held, job.optimizer, muon_matrices(engine.optimizer), averages=job.ema is not None
-    ).total
+    return predicted_bytes(parts, held, job.optimizer, muon_matrices(engine.optimizer), copies=job.weight_copies).total
 
 
 def seed_all(seed: int) -> None:

@@ -288,7 +288,7 @@ def predicted_bytes(
     optimizer: OptimizerSpec,
     matrices: Collection[Tensor] = (),
     *,
-    averages: bool = False,
+    copies: int = 0,
 ) -> StateBytes:
     """Predict this rank's bytes of training state from the layouts of its parameters.
 
@@ -300,7 +300,7 @@ def predicted_bytes(
         like: the parameters, full or divided, on any device; only dtype and `requires_grad` are read.
         optimizer: the job's optimizer settings.
         matrices: entries of `like` that Muon updates, if it is the job's optimizer.
-        averages: whether a moving average of the weights is also stored.
+        copies: number of copies of the weights, such as a moving average, that are also stored.
     """
     parameters = gradients = state = 0
     for name, part in parts.items():
@@ -309,7 +309,7 @@ def predicted_bytes(
         if like[name].requires_grad:
             gradients += own
             size, matrix = like[name].element_size(), like[name] in matrices
-            state += own * averages + optimizer.state_bytes(part.layout.shape, size, matrix=matrix)
+            state += own * copies + optimizer.state_bytes(part.layout.shape, size, matrix=matrix)
     return StateBytes(parameters, gradients, state)
 
 

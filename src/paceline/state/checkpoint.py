@@ -15,7 +15,7 @@ from torch import Tensor
 from paceline.errors import CheckpointError
 from paceline.split.layout import Part, ShardLayout, local, tied_names
 from paceline.split.quantized import packed_layout
-from paceline.state.average import drop_average
+from paceline.state.average import drop_copies
 from paceline.state.rank_state import (
     RankState,
     in_order_of,
@@ -109,8 +109,7 @@ def restore(engine: RankEngine, loaded: Loaded, report: Report = lambda *_: None
         for name, buffer in share.buffers.items():
             buffer.copy_(own[f"buffer/{name}"])
     engine.optimizer.load_state_dict(state)
-    if engine.average is None:
-        drop_average(engine.optimizer)
+    drop_copies(engine.optimizer, kept={copy.key for copy in engine.copies})
     values = loaded.values
     restore_counters(engine, values["step"], values)
     if said := _restore_rule(engine, loaded, alone):

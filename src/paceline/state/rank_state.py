@@ -19,7 +19,7 @@ from torch import Tensor
 from paceline.device import is_accelerator, random_state, set_random_state
 from paceline.errors import CheckpointError
 from paceline.split.layout import local
-from paceline.state.average import drop_average
+from paceline.state.average import drop_copies
 from paceline.state.manifest import plain
 from paceline.state.shard import CODES, DTYPES
 
@@ -145,8 +145,7 @@ class RankState:
         for name, target in targets.items():
             target.copy_(self.tensors[name])
         engine.optimizer.load_state_dict(self._optimizer_state(engine.optimizer, parameters))
-        if engine.average is None:
-            drop_average(engine.optimizer)
+        drop_copies(engine.optimizer, kept={copy.key for copy in engine.copies})
         restore_counters(engine, self.step, values)
         engine.updates = values["updates"]
         rule = {k.removeprefix("sync/"): t.clone() for k, t in self.tensors.items() if k.startswith("sync/")}

@@ -70,6 +70,13 @@ def test_computing_again_costs_a_forward_pass_and_saves_memory() -> None:
     assert again.memory["activations"] < 0.3 * plain.memory["activations"]
 
 
+def test_the_reference_of_a_loss_costs_a_forward_pass_under_every_plan() -> None:
+    for degrees in ({}, {"fsdp": 8}, {"tp": 8}, {"pp": 4, "microbatches": 8}):
+        plain, compared = (predict_layout(laid_out(reference=reference, **degrees)) for reference in (False, True))
+        assert 1.2 * plain.step_time_s < compared.step_time_s < 1.6 * plain.step_time_s
+        assert sum(compared.breakdown.values()) == pytest.approx(compared.step_time_s)
+
+
 def test_tensor_parallelism_over_hosts_is_slower_than_inside_of_one() -> None:
     inside = predict_layout(laid_out(tp=8, dp=4, microbatches=4)).step_time_s
     across = predict_layout(laid_out(tp=32, microbatches=16)).step_time_s

@@ -1,12 +1,12 @@
-"""Data sets of conversations: tokens of the assistant as labels."""
+"""Data sets of conversations and preferences: tokens of the assistant as labels."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from paceline.corpus.chat import ChatForm
+from paceline.corpus.chat import ChatForm, Turns
 from paceline.corpus.shards import Corpus, Where
-from paceline.job.samples import DataSets
+from paceline.job.samples import Columns, DataSets
 from paceline.job.zoo.records import Spans, sharded_sets
 from paceline.job.zoo.tokens import (
     Contents,
@@ -21,7 +21,7 @@ from paceline.job.zoo.tokens import (
 )
 
 if TYPE_CHECKING:
-    from paceline.job.data import Chat
+    from paceline.job.data import Chat, Preferences, TemplateSpec
 
 
 def build_chat(spec: Chat, seed: int) -> DataSets:
@@ -50,28 +50,59 @@ def convert_chats(spec: Chat, chats: ChatForm | None = None) -> Chat:
     return made
 
 
-def chat_form(spec: Chat) -> ChatForm:
+def build_preferences(spec: Preferences, seed: int) -> DataSets:
+    """Open files of preferences. Only their indexes and one pair are read.
+
+    Raises:
+        DataError: the files, the tokenizer or the chat template cannot be used, or the first row has no pair.
+    """
+    chats = chat_form(spec)
+    form = SequenceForm(spec, chats.tokenizer, chats.sha256, seed)
+    return sharded_sets(spec, lambda corpus, spans: PreferenceSamples(corpus, spans, spec, form, chats))
+
+
+def chat_form(spec: TemplateSpec) -> ChatForm:
     """Load the tokenizer and the chat template of a spec."""
     return ChatForm.load(
         tokenizer_of(spec),
         spec.template,
         spec.date,
-        train_on=spec.train_on,
+        train_on=getattr(spec, "train_on", "assistant"),
         arguments=spec.template_args,
         columns=spec.columns,
     )
 
 
-class ChatSamples(Sequences):
-    """Conversations that are converted to tokens when they are read.
+class TemplateSamples(Sequences):
+    """Rows that a chat template converts when they are read.
 
     Attributes:
         tokenizer: the tokenizer that the spec names.
     """
 
-    def __init__(self, corpus: Corpus, spans: Spans, spec: Chat, form: SequenceForm, chats: ChatForm) -> None:
+    def __init__(self, corpus: Corpus, spans: Spans, spec: TemplateSpec, form: SequenceForm, chats: ChatForm) -> None:
         super().__init__(corpus, spans, spec, form)
         self.tokenizer, self._chats = chats.tokenizer, chats
+
+    @property
+    def digest(self) -> list[int]:
+        """Numbers that change with the files, the tokenizer or the template."""
+        return [*super().digest, int(self._chats.sha256[:12], 16)]
+
+    def cut(self, index: int, *turns: Turns) -> list[Contents]:
+        """Return sequences of at most `context` tokens; see `read` of the subclasses for `counts`."""
+        most = self.form.context
+        for name, number in (
+            ("cut", sum(max(0, len(tokens) - most) for tokens, _ in turns)),
+            ("untrained", int(not all(trained[1:most].any() for _, trained in turns))),
+        ):
+            if number:
+                self.counts[name] = self.counts.get(name, 0) + number
+        return [Contents(index, [Excerpt(t[:most], min(len(t), most), trained[:most])]) for t, trained in turns]
+
+
+class ChatSamples(TemplateSamples):
+    """Conversations that are converted to tokens when they are read."""
 
     def read(self, index: int, shard: int) -> Contents:
         """Read a conversation as tokens.
@@ -80,17 +111,30 @@ class ChatSamples(Sequences):
         (`untrained`).
         """
         row = int(self._firsts[shard] + index - self.starts[shard])
-        tokens, trained = self._chats(self.corpus.row(row), Where(self.corpus, row))
-        most = self.form.context
-        for name, number in (
-            ("cut", max(0, len(tokens) - most)),
-            ("untrained", int(not trained[1:most].any())),
-        ):
-            if number:
-                self.counts[name] = self.counts.get(name, 0) + number
-        return Contents(index, [Excerpt(tokens[:most], min(len(tokens), most), trained[:most])])
+        return self.cut(index, self._chats(self.corpus.row(row), Where(self.corpus, row)))[0]
 
-    @property
-    def digest(self) -> list[int]:
-        """Numbers that change with the files, the tokenizer or the template."""
-        return [*super().digest, int(self._chats.sha256[:12], 16)]
+
+class PreferenceSamples(TemplateSamples):
+    """Pairs that are converted to tokens when they are read, the chosen sequence first.
+
+    A sample is `(input, target)` of shape (2, context) each.
+    """
+
+    def read(self, index: int, shard: int) -> list[Contents]:
+        """Read a pair as tokens.
+
+        `counts` receives the number of tokens cut off (`cut`), and of pairs with a completion of which no token is left
+        (`untrained`).
+        """
+        row = int(self._firsts[shard] + index - self.starts[shard])
+        return self.cut(index, *self._chats.pair(self.corpus.row(row), Where(self.corpus, row)))
+
+    def alone(self, sample: list[Contents]) -> Any:
+        """Return a pair that is not part of a batch, and add to `counts`."""
+        return self.form.batch(sample, self.counts).values
+
+    def batch(self, samples: list[list[Contents]]) -> Any:
+        """Return a batch of pairs, and add to `counts`."""
+        found = self.form.batch([sequence for pair in samples for sequence in pair], self.counts).values
+        assert isinstance(found, tuple), "pairs are not packed"
+        return Columns(tuple(column.unflatten(0, (-1, 2)) for column in found))

@@ -81,6 +81,10 @@ def _build(spec: DataSpec, input_shape: tuple[int, ...] | None, seed: int) -> Da
             from paceline.job.zoo.chat import build_chat
 
             return build_chat(spec, seed)
+        case "preferences":
+            from paceline.job.zoo.chat import build_preferences
+
+            return build_preferences(spec, seed)
         case "mixture":
             from paceline.job.zoo.mixture import build_mixture
 

@@ -29,6 +29,7 @@ from paceline.job.loss_items import (
     same_shape,
 )
 from paceline.job.spec import check_call, checked_args, load_object
+from paceline.job.zoo.preference_loss import DPO
 from paceline.text import nearest
 
 if TYPE_CHECKING:
@@ -286,6 +287,7 @@ _LOSSES: dict[str, Callable[..., Loss]] = {
     "mae": lambda: Elementwise("mae", F.l1_loss),
     "bce": BinaryCrossEntropy,
     "contrastive": Contrastive,
+    "dpo": DPO,
     "model": ModelsOwn,
 }
 

@@ -19,6 +19,7 @@ from paceline.job.spec import check_call, checked_args, load_object
 from paceline.job.stop import HIGHER_IS_BETTER
 from paceline.job.zoo.losses import view_similarity
 from paceline.job.zoo.outputs import OutputKind, gives_probabilities, kind_of
+from paceline.job.zoo.preference_loss import REWARDS, Reward
 from paceline.text import nearest
 
 if TYPE_CHECKING:
@@ -37,12 +38,16 @@ def build_metric(name: str, args: Mapping[str, Any] = {}, loss: Loss | None = No
     """
     if ":" in name:
         return _users_metric(name, args, loss)
+    if name in REWARDS:
+        if args:
+            raise _no_arguments(name, args)
+        return Reward(name, loss)
     if name not in _METRICS:
         raise JobError(
             "metric.unknown",
             'unknown metric "{name}". {hint} (Your own metric or one of torchmetrics: pkg.mod:name or file.py:name)',
             name=name,
-            hint=nearest(name, _METRICS),
+            hint=nearest(name, [*_METRICS, *REWARDS]),
         )
     build = _METRICS[name]
     if isinstance(build, type):
@@ -50,15 +55,19 @@ def build_metric(name: str, args: Mapping[str, Any] = {}, loss: Loss | None = No
         if isinstance(made, _OfClasses):
             made.kind = kind_of(loss)
     elif args:
-        raise JobError(
-            "metric.no_arguments",
-            "metric {name} takes no arguments, but the job gives {args}",
-            name=name,
-            args=list(args),
-        )
+        raise _no_arguments(name, args)
     else:
         made = BuiltIn(name, *build)
     return OfProbabilities(made) if name in _BY_SIDE_OF_0 and gives_probabilities(loss) else made
+
+
+def _no_arguments(name: str, args: Mapping[str, Any]) -> JobError:
+    return JobError(
+        "metric.no_arguments",
+        "metric {name} takes no arguments, but the job gives {args}",
+        name=name,
+        args=list(args),
+    )
 
 
 class BuiltIn:

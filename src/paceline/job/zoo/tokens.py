@@ -38,7 +38,7 @@ from paceline.units import large
 
 if TYPE_CHECKING:
     from paceline.corpus.chat import ChatForm
-    from paceline.job.data import Chat, TokenizerSpec, Tokens
+    from paceline.job.data import Chat, TemplateSpec, TokenizerSpec, Tokens
 
 _DESCRIPTION_BYTES = 1 << 30  # largest tokens.json
 _LINE_EVERY_S = 10.0  # between lines of progress
@@ -83,7 +83,7 @@ def convert_text(spec: Tokens, tokenizer: Tokenizer | None = None) -> Tokens:
     return made
 
 
-def tokenizer_of(spec: Tokens | Chat) -> Tokenizer:
+def tokenizer_of(spec: Tokens | TemplateSpec) -> Tokenizer:
     """Load the tokenizer of a spec that names text.
 
     Raises:
@@ -171,7 +171,7 @@ class Folders:
         first: description of the folder that `path` names first.
     """
 
-    def __init__(self, spec: Tokens | Chat, tokenizer: Tokenizer | None) -> None:
+    def __init__(self, spec: Tokens | TemplateSpec, tokenizer: Tokenizer | None) -> None:
         self._cache, self._tokenizer = host_files(spec), tokenizer
         self._known: dict[str, tuple[TokensAbout, dict[str, NDArray[np.uint32]]]] = {}
         self.first = self._of(str(spec.path[0]))[0]
@@ -288,7 +288,7 @@ class SequenceForm:
         meaning: settings that samples must share to be in one batch, by name.
     """
 
-    def __init__(self, spec: Tokens | Chat, ids: Ids, tokenizer: str, seed: int) -> None:
+    def __init__(self, spec: Tokens | TemplateSpec, ids: Ids, tokenizer: str, seed: int) -> None:
         objective = getattr(spec, "objective", "causal")
         self.context, self.packed, self.causal = spec.context, spec.pack, objective == "causal"
         self.meaning = {"tokenizer": tokenizer, "context": spec.context, "objective": objective, "pack": spec.pack}
@@ -362,7 +362,7 @@ class Sequences(ShardedSamples):
 
     labels = None
 
-    def __init__(self, corpus: Corpus, spans: Spans, spec: Tokens | Chat, form: SequenceForm) -> None:
+    def __init__(self, corpus: Corpus, spans: Spans, spec: Tokens | TemplateSpec, form: SequenceForm) -> None:
         super().__init__(corpus, spans, spec)
         self.form, self.packed = form, form.packed
         self.pads_at_end = form.causal and not form.packed
@@ -371,14 +371,14 @@ class Sequences(ShardedSamples):
         """Set the epoch, which determines the hidden tokens of masked samples."""
         self.form.epoch = epoch
 
-    def alone(self, sample: Contents) -> Any:
+    def alone(self, sample: Any) -> Any:
         """Return a sample that is not part of a batch, and add to `counts`."""
         columns = self.form.batch([sample], self.counts).values
         if isinstance(columns, dict):
             return {name: column[0] for name, column in columns.items()}
         return tuple(column[0] for column in columns)
 
-    def batch(self, samples: list[Contents]) -> Any:
+    def batch(self, samples: list[Any]) -> Any:
         """Return a batch, and add to `counts`."""
         return self.form.batch(samples, self.counts)
 

@@ -312,6 +312,18 @@ def _average_of_other_weights(context: PlanContext) -> PlanProblem | None:
     )
 
 
+@_check("sync")
+def _reference_of_local_steps(context: PlanContext) -> PlanProblem | None:
+    info = sync_info(context.plan.sync)
+    if not context.job.loss.has_reference or not info.local_steps or info.served:
+        return None
+    return PlanProblem(
+        "plan.reference_of_local_steps",
+        "plan {plan} lets replicas train independently, so their copies of the first weights, which are the "
+        "reference of the loss, could differ. Use sync=allreduce.",
+    )
+
+
 @_check("sync", "dp")
 def _more_servers_than_replicas(context: PlanContext) -> PlanProblem | None:
     spec = SyncSpec.parse(context.plan.sync)

@@ -213,8 +213,8 @@ def _loss_over_whole_sequences(context: PlanContext) -> PlanProblem | None:
         return None
     return PlanProblem(
         "plan.loss_over_whole_sequences",
-        "plan {plan} divides each sample's tokens, but the loss with reduction batchmean divides by the number of "
-        "samples. Use cp=1, or reduction: mean.",
+        "plan {plan} divides each sample's tokens, but the loss {loss} needs whole sequences. Use cp=1.",
+        loss=context.job.loss.name,
     )
 
 

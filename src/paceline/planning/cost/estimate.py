@@ -87,6 +87,22 @@ def step_parts(layout: Layout, inputs: StepInputs) -> dict[str, float]:
     parts["bubble"] = max(inputs.whole_s - working - parts["pp"], 0.0)
     parts["fsdp"], parts["dp"] = inputs.fsdp_s, inputs.dp_s
     parts["optimizer"], parts["other"] = inputs.optimizer_s, inputs.other_s
+    return parts if not layout.reference else _with_reference(parts, layout, slow)
+
+
+def _with_reference(parts: dict[str, float], layout: Layout, slow: StageCost) -> dict[str, float]:
+    """Add the forward pass of the reference.
+
+    The stages of a pipeline also wait for its first microbatch.
+    """
+    count = layout.microbatches
+    parts["compute"] += count * slow.forward_s
+    parts["tp"] += count * slow.tp_forward_s
+    parts["launch"] += count * max(slow.forward - slow.forward_s - slow.tp_forward_s, 0.0)
+    parts["bubble"] += (layout.pp - 1) * slow.forward
+    if layout.fsdp > 1:  # every forward pass without gradients gathers the weights
+        gathered = gather_s(slow.parameters * layout.gathered_bytes, link_path(layout, "fsdp"), slow.blocks)
+        parts["fsdp"] += count * (exposed_s(gathered, slow.forward) + gathered / slow.blocks)
     return parts
 
 

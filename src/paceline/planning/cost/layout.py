@@ -172,6 +172,7 @@ class Layout:
             whole logits.
         matrix_flops, matrix_numbers: operations of Muon on the matrices in a step, and elements of these matrices; 0
             for other optimizers.
+        reference: True if each step has another forward pass, of the reference of the loss.
     """
 
     trace: ModelTrace
@@ -220,6 +221,7 @@ class Layout:
     loss_chunk: int | None = None
     matrix_flops: float = 0.0
     matrix_numbers: float = 0.0
+    reference: bool = False
 
     def changed(self, **values: Any) -> Layout:
         """Return a copy with changed fields, like `dataclasses.replace` but faster.

@@ -29,7 +29,7 @@ from paceline.errors import DataError, PacelineError
 from paceline.job.batch import Batch, target_of
 from paceline.job.data import Cifar10, Digits, Images, Synthetic, Text
 from paceline.job.job import Job
-from paceline.job.loss_items import call
+from paceline.job.loss_items import call, loss_before_training
 from paceline.planning.model.graph import Kernel, Product, Seen
 from paceline.planning.model.record import OperationMode
 from paceline.planning.model.recorder import map_tensors, tensors_in
@@ -92,7 +92,7 @@ def go_forward(forward: Pass, job: Job) -> Pass:
         stack.enter_context(forward.watcher.watching(batch))
         if forward.autocast:
             stack.enter_context(torch.autocast("cpu", torch.bfloat16))
-        loss(call(model, batch, loss=loss), target_of(batch))
+        loss_before_training(loss, call(model, batch, loss=loss), target_of(batch))
     return forward
 
 

@@ -223,9 +223,7 @@ def dry_run_stage(job: Job, plan: Plan, data: DataSets, stage: int) -> StageDryR
             problem = _stepped(engine, batch, split.modules)
             sent = _by_axis(watch.sent_bytes, mesh)
             matrices = muon_matrices(optimizer)
-            state = predicted_bytes(
-                split.parts, split.parameters, job.optimizer, matrices, averages=job.ema is not None
-            )
+            state = predicted_bytes(split.parts, split.parameters, job.optimizer, matrices, copies=job.weight_copies)
             engine.close()
     return StageDryRun(
         stage, rank, [*split.report, *engine.messages], state, watch.peak_bytes, sent, sorted(watch.asked), problem

@@ -251,7 +251,8 @@ def _tensors(engine: RankEngine) -> dict[str, Tensor]:
     """Return parameters, gradients and persistent buffers (`buffer/RANK/NAME`) by name."""
     held, kept = engine.named_parameters(), engine.model.state_dict(keep_vars=True).keys()
     found = {f"parameter/{name}": _copy(p) for name, p in held.items()}
-    found |= {f"average/{name}": _copy(average) for name, average in _averages(engine).items()}
+    for copy in engine.copies:
+        found |= {f"{copy.key}/{name}": _copy(stored) for name, stored in copy.named(held).items()}
     found |= {f"gradient/{name}": _copy(p.grad) for name, p in held.items() if p.grad is not None}
     return found | {
         f"buffer/{rank}/{name}": _copy(b)
@@ -261,11 +262,6 @@ def _tensors(engine: RankEngine) -> dict[str, Tensor]:
     }
 
 
-def _averages(engine: RankEngine) -> dict[str, Tensor]:
-    found = {} if engine.average is None else engine.average.of_parameters()
-    return {name: found[p] for name, p in engine.named_parameters().items() if p in found}
-
-
 def _compare(engine: RankEngine, reference: dict[str, Tensor], written: set[str]) -> dict[str, dict[str, float]]:
     parts = engine.parts
     found: dict[str, dict[str, float]] = {}
@@ -273,14 +269,14 @@ def _compare(engine: RankEngine, reference: dict[str, Tensor], written: set[str]
         _whole_norm(reference, "gradient/") * VANISHING,
         _whole_norm(reference, "parameter/") * VANISHING,
     )
-    averages = _averages(engine)
+    copies = {copy.key: copy.named(engine.named_parameters()) for copy in engine.copies}
     for name, held in engine.named_parameters().items():
         layout = parts[name].layout if parts is not None else ShardLayout.whole(held.shape)
         gradient = _distance(held.grad, reference.get(f"gradient/{name}"), layout, least)
         parameter = _distance(held, reference[f"parameter/{name}"], layout, least_parameter)
-        if engine.average is not None:
-            average = _distance(averages.get(name), reference.get(f"average/{name}"), layout, least_parameter)
-            parameter = max(parameter, average)
+        for key, stored in copies.items():
+            other = _distance(stored.get(name), reference.get(f"{key}/{name}"), layout, least_parameter)
+            parameter = max(parameter, other)
         found[name] = {"gradient": gradient, "parameter": parameter}
     ranks = len({name.split("/")[1] for name in reference if name.startswith("buffer/")})
     for rank, buffers in _buffers(engine):

@@ -30,7 +30,7 @@ from paceline.engine.meter import BUBBLE, COMPUTE, DATA, OPTIMIZER
 from paceline.errors import PacelineError, PlanError
 from paceline.job.batch import Batch, place, target_of
 from paceline.job.job import CheckpointSpec, EvaluateSpec, Job
-from paceline.job.loss_items import call
+from paceline.job.loss_items import call, loss_before_training
 from paceline.job.parameters import names_of
 from paceline.job.samples import DataSets
 from paceline.job.stop import StopSpec
@@ -361,7 +361,8 @@ class _Passes:
             parameter.grad = None
         with self.timer.around():
             with self.context():
-                loss: Tensor = self.loss(call(self.model, batch, loss=self.loss), target_of(batch))
+                output = call(self.model, batch, loss=self.loss)
+                loss = loss_before_training(self.loss, output, target_of(batch))
             self.timer.turn()
             loss.backward()
         return self.timer.seconds
