@@ -139,6 +139,6 @@ def optional_package(module: str, package: str, extra: str = "data") -> ModuleTy
 
 
 def quiet_transformers() -> None:
-    """Silence what torchao logs when transformers imports it: kernels that this machine lacks, and deprecations."""
-    for noisy in ("torchao", "torch.utils._pytree"):
+    """Silence what libraries log when transformers or peft imports them: missing kernels, and deprecations."""
+    for noisy in ("torchao", "bitsandbytes", "torch.utils._pytree"):
         logging.getLogger(noisy).setLevel(logging.ERROR)

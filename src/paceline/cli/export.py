@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from contextlib import ExitStack
 from enum import StrEnum
 from functools import partial
@@ -47,11 +48,14 @@ def command(
         ExportWeights | None,
         typer.Option(help="Weights after the last update (raw), or their average (ema, the default if there is one)."),
     ] = None,
+    adapter: Annotated[bool, typer.Option("--adapter", help="Write only the adapters, as a folder of peft.")] = False,
+    merge: Annotated[bool, typer.Option("--merge", help="Fold the adapters into the model.")] = False,
 ) -> None:
     """Write the weights of a run's checkpoint to a file or folder.
 
     The result is one safetensors file, a folder in Hugging Face's layout, or a checkpoint that FSDP2 scripts load.
     """
+    from paceline.run.adapters import check_kind, export_adapter, export_merged
     from paceline.run.convert import export, export_dcp, export_hf
     from paceline.run.object_store import copy_of
     from paceline.storage.url import is_url
@@ -60,7 +64,17 @@ def command(
         warnings.simplefilter("always")
         say = partial(typer.echo, err=True)
         path = held.enter_context(copy_of(run, say, checkpoint=checkpoint)) if is_url(run) else Path(run)
-        write = {ExportLayout.FILE: export, ExportLayout.HF: export_hf, ExportLayout.DCP: export_dcp}[layout]
+        check_kind(path, "adapter" if adapter else "merge" if merge else None, dcp=layout is ExportLayout.DCP)
+        writers: dict[ExportLayout, Callable[..., None]] = {
+            ExportLayout.FILE: export,
+            ExportLayout.HF: export_hf,
+            ExportLayout.DCP: export_dcp,
+        }
+        write = writers[layout]
+        if adapter:
+            write = export_adapter
+        elif merge:
+            write = partial(export_merged, hf=layout is ExportLayout.HF)
         write(path, out, checkpoint, weights and weights.value)
     for warning in passed_over:
         typer.echo(f"note: {warning.message}", err=True)
@@ -69,4 +83,6 @@ def command(
         ExportLayout.HF: "from_pretrained({!r})",
         ExportLayout.DCP: "torch.distributed.checkpoint.load(model.state_dict(), checkpoint_id={!r})",
     }[layout]
+    if adapter:
+        how = "peft.PeftModel.from_pretrained(base, {!r})"
     typer.echo(f"{out}: load it with {how.format(str(out))}")

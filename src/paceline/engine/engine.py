@@ -194,6 +194,7 @@ class RankEngine:
             weights=self._measured_weights,
         )
         self.signals = StepSignals(group, pipelined=split is not None and split.pipeline is not None)
+        self.base_digest: str | None = None  # of the frozen base of adapters, computed when first needed
         self.messages: list[str] = []
         self.about_weights: list[str] = []
         self.rule: SyncRule = build_rule(plan)

@@ -267,6 +267,8 @@ class Settings:
 
     Attributes:
         compare_every: number of updates between comparisons of the replicas' parameters and buffers.
+        keeps_base: True if the parameters without gradients never change and can be made again, so that the state of
+            a rank leaves them out.
         run_ahead: True if the loop reads the result of a step only after it has queued the next step; see `runs_ahead`.
     """
 
@@ -281,6 +283,7 @@ class Settings:
     spike: SpikeSpec = field(default_factory=SpikeSpec)
     clip_value: float | None = None
     ema: float | None = None
+    keeps_base: bool = False
 
     def runs_ahead(self, plan: Plan, device: torch.device) -> bool:
         """Return True if the host queues a step before it reads the previous step's result.

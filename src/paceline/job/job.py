@@ -22,6 +22,7 @@ from pydantic import (
 from pydantic_core import ErrorDetails
 
 from paceline.errors import InvalidValue, JobError, StorageError
+from paceline.job.adapter import AdapterSpec
 from paceline.job.data import DataSpec
 from paceline.job.loss import LossSpec, MetricSpec
 from paceline.job.model import ModelSpec, Quantize
@@ -122,6 +123,7 @@ class Job(Spec):
     task: Task | None = None  # gives the loss its default, and refuses data of another task
     model: ModelSpec
     quantize: Quantize | None = None  # hold the frozen linear layers in 8 or 4 bits
+    adapter: AdapterSpec | None = None  # train small layers beside the frozen layers of the model
     data: DataSpec
     loss: LossSpec
     metrics: tuple[MetricSpec, ...] = ()
@@ -223,7 +225,16 @@ class Job(Spec):
         return self
 
     @model_validator(mode="after")
-    def _quantize_model(self) -> Job:
+    def _adapt_and_quantize_model(self) -> Job:
+        if self.adapter is not None:
+            object.__setattr__(self, "model", self.model.adapting(self.adapter))
+        if self.quantize is not None and self.adapter is not None and self.adapter.lora.dora:
+            raise InvalidValue(
+                "adapter.dora_quantized",
+                "adapter.lora.dora needs the lengths of the rows of whole weights, which quantize: {quantize} changes. "
+                "Remove dora, or quantize.",
+                quantize=self.quantize,
+            )
         if self.quantize is not None:
             object.__setattr__(self, "model", self.model.quantizing(self.quantize))
         return self
@@ -380,6 +391,7 @@ class Job(Spec):
             f"schedule.name: {schedule.name}": schedule.by_class,
             "clip_value": self.clip_value is not None,
             "quantize": self.quantize is not None,
+            "adapter": self.adapter is not None,
             "ema": self.ema is not None,
             "loss: dpo": self.loss.has_reference,
             "precision: fp16": self.precision == "fp16",

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 from pydantic import Field, PrivateAttr, ValidationInfo, field_validator, model_validator
 
 from paceline.errors import InvalidValue, JobError
+from paceline.job.adapter import AdapterSpec
 from paceline.job.data import DataPath
 from paceline.job.known import must_find_model
 from paceline.job.parameters import Patterns, matching, names_of
@@ -66,6 +67,7 @@ class ModelSpec(Spec):
     freeze: Patterns = ()
     args: Args = Field(default_factory=dict)
     _quantize: Quantize | None = PrivateAttr(None)
+    _adapter: AdapterSpec | None = PrivateAttr(None)
 
     @model_validator(mode="before")
     @classmethod
@@ -183,16 +185,43 @@ class ModelSpec(Spec):
         spec._quantize = kind
         return spec
 
+    @property
+    def adapter(self) -> AdapterSpec | None:
+        """Adapter of the model: the job's `adapter`."""
+        return self._adapter
+
+    def adapting(self, adapter: AdapterSpec | None) -> ModelSpec:
+        """Return a copy of this spec whose model has an adapter.
+
+        Raises:
+            InvalidValue: the model cannot have one.
+        """
+        if adapter is not None and self.freeze:
+            raise InvalidValue(
+                "adapter.with_freeze",
+                "adapter freezes all parameters that are not its own, so model.freeze has no effect. Remove "
+                "model.freeze. To train more parameters, name them in adapter.lora.train.",
+            )
+        if adapter is not None and self.transformer is not None:
+            raise InvalidValue(
+                "adapter.of_dimensions",
+                "model.transformer gives only dimensions, which have no layers for an adapter. Name a configuration "
+                "with the same dimensions: model: {{hf: config.json, task: causal_lm}}",
+            )
+        spec = self.model_copy()
+        spec._adapter = adapter
+        return spec
+
     def build(self) -> nn.Module:
         """Build the model on the CPU, initialised from torch's current random state.
 
-        Parameters that match `freeze` have `requires_grad=False`. Layers that the job quantizes have their ordinary
-        weights and a mark (`zoo/quantized.py`).
+        Parameters that match `freeze` have `requires_grad=False`. With an adapter, only its parameters are trained.
+        Layers that the job quantizes have their ordinary weights and a mark (`zoo/quantized.py`).
 
         Raises:
             JobError: the zoo model is unknown (the message names the nearest), an import fails, the arguments are
                 wrong, the result is not an `nn.Module`, only the dimensions of the model are known, or a pattern of
-                `freeze` matches no parameter.
+                `freeze` or of the adapter matches nothing.
         """
         self.must_be_at_hand()
         from paceline.job.zoo import build_model
@@ -202,6 +231,10 @@ class ModelSpec(Spec):
             held = dict(model.named_parameters())
             for name in matching("model.freeze", self.freeze, names_of(model)):
                 held[name].requires_grad_(False)
+        if self.adapter is not None:
+            from paceline.job.zoo.adapters import add_lora
+
+            add_lora(model, self.adapter.lora)
         if self.quantize is not None:
             from paceline.job.zoo.quantized import mark
 

@@ -41,7 +41,7 @@ class ModelNames(dict[str, Sequence[str]]):
         self.shaped, self.matrices = frozenset(shaped), frozenset(matrices)
 
 
-def matching(key: str, patterns: Iterable[str], names: Names) -> list[str]:
+def matching(key: str, patterns: Iterable[str], names: Names, *, what: str = "parameter of the model") -> list[str]:
     """Return the names of the parameters that at least one pattern matches.
 
     A plain pattern (`bias`, `encoder.norm`) matches one or more whole components of a dotted name. A pattern with
@@ -49,6 +49,7 @@ def matching(key: str, patterns: Iterable[str], names: Names) -> list[str]:
 
     Args:
         key: the job's key with the patterns, for the error.
+        what: what the names name, for the error.
 
     Raises:
         JobError: a pattern matches no parameter; the message names similar parameters.
@@ -59,8 +60,9 @@ def matching(key: str, patterns: Iterable[str], names: Names) -> list[str]:
         if not own:
             raise JobError(
                 "job.pattern_unmatched",
-                '{key}: no parameter of the model matches "{pattern}". {hint}',
+                '{key}: no {what} matches "{pattern}". {hint}',
                 key=key,
+                what=what,
                 pattern=pattern,
                 hint=_like(pattern, names),
             )
@@ -133,7 +135,7 @@ def _like(pattern: str, names: Names) -> str:
     close = inside or difflib.get_close_matches(plain, parts, n=3)
     if inside:
         return f'Names with "{plain}" in them: {_few(inside)}: "*{plain}*" matches them.'
-    return f"Did you mean {_few(close)}?" if close else f"Its parameters are {_few(list(names))}."
+    return f"Did you mean {_few(close)}?" if close else f"There are {_few(list(names))}."
 
 
 def _few(names: Sequence[str]) -> str:

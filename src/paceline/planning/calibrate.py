@@ -34,7 +34,18 @@ OLDEST_S = 30 * 86400.0
 # largest relative change of the machine's speed since the measurement
 MOST_CHANGE = 0.2
 _REFERENCE_S, _REFERENCE_BYTES = 0.2, 2**20
-_WORK = ("model", "quantize", "data", "loss", "optimizer", "global_batch", "clip_norm", "batch_norm", "nonfinite")
+_WORK = (
+    "model",
+    "adapter",
+    "quantize",
+    "data",
+    "loss",
+    "optimizer",
+    "global_batch",
+    "clip_norm",
+    "batch_norm",
+    "nonfinite",
+)
 
 
 @dataclass(frozen=True)

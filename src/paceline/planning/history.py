@@ -212,7 +212,7 @@ def work_of(job: Job) -> str:
 
     These fields are the model, data, loss, optimizer, batch and precision.
     """
-    keys = ("model", "quantize", "data", "loss", "optimizer", "global_batch", "precision")
+    keys = ("model", "adapter", "quantize", "data", "loss", "optimizer", "global_batch", "precision")
     return short_hash(work_facts(job, keys)["job"])
 
 
@@ -261,6 +261,7 @@ def _kind_of_text(text: str) -> str:
 WORK = (
     "model",
     "quantize",
+    "adapter",
     "data",
     "loss",
     "optimizer",

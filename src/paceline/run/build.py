@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from paceline.comm import Group
 from paceline.data.loader import Loader
@@ -121,7 +121,9 @@ def _engine(
 ) -> RankEngine:
     loss = job.loss.build()
     settings = settings_of(job)
-    source = None if goes_on else published(job, model)
+    # the state of an earlier generation has only adapters; a model that this process already trained has the base, too
+    begins = not goes_on or (job.adapter is not None and optimizer is None)
+    source = published(job, model) if begins else None
     undivided = model if isinstance(model, nn.Module) else model.model
     about = [] if source is None else initialised(source, undivided)
     names = names_of(undivided)
@@ -129,11 +131,11 @@ def _engine(
     if plan.splits:
         from paceline.engine.split_model import divide
 
-        loaded = [name for several in names.values() for name in several] if goes_on else list(source or ())
+        loaded = list(source or ()) if begins else [name for several in names.values() for name in several]
         split = divide(model, plan, mesh, loader, loss, settings, loaded=loaded)
         if source is not None:
-            named = _kept({**split.parameters, **split.named_buffers()}, source)
-            load_weights(named, split.parts, QuantizingSource(source, split.quantized))
+            quantizing = QuantizingSource(source, split.quantized)
+            load_weights({**split.parameters, **split.named_buffers()}, split.parts, quantizing)
         refuse_cut_moments(job.optimizer, split.parts, split.parameters, plan)
         optimizer = job.optimizer.build(split.parameters, names=names, fused=plan.fused)
         share_updates(optimizer, mesh, split.parameters, split.parts, identical_replicas=equal)
@@ -166,6 +168,7 @@ def settings_of(job: Job) -> Settings:
         spike=job.spike,
         clip_value=job.clip_value,
         ema=job.ema,
+        keeps_base=job.adapter is not None,
     )
 
 
@@ -177,7 +180,7 @@ def load_published(job: Job, model: nn.Module) -> None:
 
 
 def _load_whole(model: nn.Module, source: WeightSource) -> None:
-    named = _kept({**dict(model.named_parameters()), **dict(model.named_buffers())}, source)
+    named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     load_weights(named, None, QuantizingSource(source, formats_held(model)))
 
 
@@ -187,11 +190,6 @@ def published(job: Job, model: nn.Module | DeferredModel) -> WeightSource | None
     if weights is None:
         return None
     return fitted(weights_from(weights), model if isinstance(model, nn.Module) else model.model)
-
-
-def _kept(tensors: dict[str, Tensor], source: WeightSource) -> dict[str, Tensor]:
-    names = set(source)
-    return {name: tensor for name, tensor in tensors.items() if name in names}
 
 
 def loader_of(job: Job, mesh: Mesh, data: DataSets, num_workers: int = 0) -> Loader:

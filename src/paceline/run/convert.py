@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from paceline.errors import JobError, RunError
 from paceline.files import short_name, write_whole
 from paceline.job.model import DCP, architectures
+from paceline.job.zoo.adapters import base_names, magnitudes
 from paceline.job.zoo.quantized import RowFormat, plain_shapes
 from paceline.planning.model.model_info import without_memory
 from paceline.run.dcp import DcpPieces, open_dcp, save_dcp
@@ -66,7 +67,14 @@ def export(run_or_folder: Path, out: Path, checkpoint: str = NEWEST, weights: st
     _write(loaded, out, tied=True, weights=weights)
 
 
-def export_hf(run: Path, out: Path, checkpoint: str = NEWEST, weights: str | None = None) -> None:
+def export_hf(
+    run: Path,
+    out: Path,
+    checkpoint: str = NEWEST,
+    weights: str | None = None,
+    *,
+    merged: dict[str, Tensor] | None = None,
+) -> None:
     """Write the model of a checkpoint as a Hugging Face folder.
 
     Load the folder with transformers' `AutoModel….from_pretrained(out)`. It has the files of `save_pretrained`:
@@ -80,6 +88,7 @@ def export_hf(run: Path, out: Path, checkpoint: str = NEWEST, weights: str | Non
         out: the folder to create.
         checkpoint: see `chosen_checkpoint`.
         weights: see `export`.
+        merged: tensors of the model to write; None for those of the checkpoint.
 
     Raises:
         RunError: there is no run or checkpoint, the model is not a transformers model, or `out` exists or cannot be
@@ -91,9 +100,10 @@ def export_hf(run: Path, out: Path, checkpoint: str = NEWEST, weights: str | Non
     _must_be_new(out)
     record, model = _hf_model(run)
     loaded = chosen_checkpoint(run, checkpoint)
-    with _new_folder(out) as folder:
-        state = _mapped(loaded, folder, tied=False, weights=weights)
-        for alias, name in loaded.aliases.items():  # for tied tensors, transformers chooses which name to write
+    with new_folder_as(out) as folder:
+        state = merged or _mapped(loaded, folder, tied=False, weights=weights)
+        # for tied tensors, transformers chooses which name to write
+        for alias, name in loaded.aliases.items() if merged is None else ():
             state[_bare(alias)] = state[_bare(name)]
         _quiet()
         model.to(next((tensor.dtype for tensor in state.values() if tensor.is_floating_point()), torch.float32))
@@ -124,7 +134,7 @@ def export_dcp(run_or_folder: Path, out: Path, checkpoint: str = NEWEST, weights
     """
     _must_be_new(out)
     loaded = chosen_checkpoint(run_or_folder, checkpoint)
-    with _new_folder(out) as folder:
+    with new_folder_as(out) as folder:
         save_dcp(_mapped(loaded, folder, tied=True, weights=weights), folder / "model")
 
 
@@ -138,7 +148,7 @@ def _must_be_new(folder: Path) -> None:
 
 
 @contextmanager
-def _new_folder(out: Path) -> Iterator[Path]:
+def new_folder_as(out: Path) -> Iterator[Path]:
     """Create a temporary folder, whose folder `model` becomes `out` in the end."""
     try:
         with new_folder_beside(out) as folder:
@@ -171,7 +181,7 @@ def new_folder_beside(out: Path) -> Iterator[Path]:
         yield Path(folder)
 
 
-def _entries(loaded: Loaded, *, tied: bool, weights: str | None) -> dict[str, TensorEntry]:
+def exported_entries(loaded: Loaded, *, tied: bool = False, weights: str | None = None) -> dict[str, TensorEntry]:
     """Return the entries of the model's state dict.
 
     With `tied`, a tied tensor has an entry for each of its names.
@@ -195,7 +205,7 @@ def _bare(name: str) -> str:
 
 
 def _write(loaded: Loaded, out: Path, *, tied: bool, weights: str | None) -> None:
-    tensors = TensorPieces(_entries(loaded, tied=tied, weights=weights), loaded.shared.files)
+    tensors = TensorPieces(exported_entries(loaded, tied=tied, weights=weights), loaded.shared.files)
     averaged = {_bare(name): buffer for name, buffer in loaded.averaged_buffers().items()}
     if tied:
         averaged |= {
@@ -249,7 +259,12 @@ def write_weights(out: Path, described: Mapping[str, dict[str, Any]], take: Call
         ) from error
 
 
-def _hf_model(run: Path) -> tuple[Run, Any]:
+def run_of(run: Path) -> Run:
+    """Return the run to which a run directory, its `checkpoints/` or a checkpoint belongs.
+
+    Raises:
+        RunError: there is no job beside the checkpoint.
+    """
     from paceline.run.record.run import Run
 
     path = next((path for path in (run, *run.absolute().parents[:2]) if (path / "job.yaml").exists()), None)
@@ -260,15 +275,19 @@ def _hf_model(run: Path) -> tuple[Run, Any]:
             "directory.",
             folder=run,
         )
-    record = Run(path)
+    return Run(path)
+
+
+def _hf_model(run: Path) -> tuple[Run, Any]:
+    record = run_of(run)
     with torch.device("meta"):
-        model = record.job.model.build()
+        model = record.job.model.adapting(None).build()
     if not hasattr(model, "config") or not hasattr(model, "save_pretrained"):
         raise RunError(
             "export.not_hugging_face",
             "the model of {path} ({class_name}) is not a Transformers model, so it has no Hugging Face layout. "
             "Export one safetensors file instead: paceline export RUN model.safetensors",
-            path=path,
+            path=record.path,
             class_name=type(model).__name__,
         )
     return record, model
@@ -308,9 +327,9 @@ def weights_from(path: Path | str) -> TensorPieces:
 def fitted(source: TensorPieces, model: nn.Module) -> WeightSource:
     """Map the tensors of `source` to the parameter and buffer names of `model`.
 
-    The result covers the model's whole state dict, or all but a head that the weights' own architecture lacks: a folder
-    of `BertForMaskedLM` begins a `BertForSequenceClassification`, whose classifier keeps its random values. The model
-    may be on the meta device, but must not be divided yet.
+    The result covers the model's whole state dict, except for adapters, or for a head that the weights' own
+    architecture lacks: a folder of `BertForMaskedLM` begins a `BertForSequenceClassification`, whose classifier keeps
+    its random values. The model may be on the meta device, but must not be divided yet.
     The source may have a tied tensor under any of its names. In a transformers model, names may have or lack the
     prefix of the base model. If a model fuses several published tensors into one parameter (as the experts of Mixtral),
     transformers reads the weights, and each rank temporarily needs memory for the whole model.
@@ -319,30 +338,40 @@ def fitted(source: TensorPieces, model: nn.Module) -> WeightSource:
         JobError: the weights belong to another model. The message lists missing tensors, unknown tensors and
             different shapes.
     """
-    wanted = {name: list(tensor.shape) for name, tensor in model.state_dict().items()} | plain_shapes(model)
+    shapes = {name: list(tensor.shape) for name, tensor in model.state_dict().items()} | plain_shapes(model)
+    # the names in files are those without adapters
+    names = base_names(model)
+    own = {base: name for name, base in names.items() if base is not None}
+    wanted = {base: shapes[name] for base, name in own.items()}
     if isinstance(source, DcpPieces):
         source = source.of_model(wanted)
     entries, unknown = _renamed(source, model, wanted)
     of_head = _heads(source, model)
     missing = [name for name in wanted if name not in entries and not of_head(name)]
     unknown = [name for name in unknown if not of_head(name)]
+    found: WeightSource
     if missing and unknown and hasattr(model, "from_pretrained") and (source.files[0].parent / "config.json").exists():
-        return _read_by_transformers(source, model)
-    other = [(name, entry.shape, wanted[name]) for name, entry in entries.items() if entry.shape != wanted[name]]
-    _refuse(source, missing, unknown, other)
-    renamed = source.with_entries(entries)
-    quantized = {*plain_shapes(model), *formats_of(model)}
-    renamed.held_as = {
-        name: tensor.dtype
-        for name, tensor in model.state_dict().items()
-        if tensor.is_floating_point() and name in entries and name not in quantized
-    }
-    return renamed
+        read = _read_by_transformers(source, model)
+        found = _WeightsInMemory({own[name]: tensor for name, tensor in read.items() if name in own})
+    else:
+        other = [(name, entry.shape, wanted[name]) for name, entry in entries.items() if entry.shape != wanted[name]]
+        _refuse(source, missing, unknown, other)
+        renamed = source.with_entries({own[name]: entry for name, entry in entries.items()})
+        state, quantized = model.state_dict(), {*plain_shapes(model), *formats_of(model)}
+        renamed.held_as = {
+            own[name]: tensor.dtype
+            for name in entries
+            if (tensor := state[own[name]]).is_floating_point() and own[name] not in quantized
+        }
+        found = renamed
+    lengths = {name: own[weight] for name, weight in magnitudes(names)}
+    return _WithMagnitudes(found, lengths, shapes) if lengths else found
 
 
 def initialised(source: WeightSource, model: nn.Module) -> list[str]:
-    """Return a sentence about tensors that a `fitted` source lacks, if any."""
-    lacking = [name for name in model.state_dict() if name not in set(source)]
+    """Return a sentence about tensors that a `fitted` source lacks, if any, other than adapters."""
+    known = set(source)
+    lacking = [name for name, base in base_names(model).items() if base is not None and name not in known]
     if not lacking:
         return []
     more = f" and {len(lacking) - 5} more" if len(lacking) > 5 else ""
@@ -353,10 +382,12 @@ def load_weights(named: Mapping[str, Tensor], parts: Mapping[str, Part] | None, 
     """Load this rank's part of the model from a `fitted` source.
 
     Args:
-        named: parameters and persistent buffers, by their names in the undivided model; tensors or DTensors.
+        named: parameters and buffers, by their names in the undivided model; tensors or DTensors. Those that the source
+            does not have, such as adapters, stay as they are.
         parts: the part of each tensor that this rank holds; a tensor without an entry is whole.
     """
-    for name, tensor in named.items():
+    known = set(source)
+    for name, tensor in ((name, tensor) for name, tensor in named.items() if name in known):
         own = local(tensor).detach()
         source.fill(name, own, parts[name].layout if parts is not None and name in parts else None)
 
@@ -404,7 +435,8 @@ def _renamed(
             unknown.append(name)
         else:
             entries[found] = entry
-    for names in _tied(model):
+    of_base = base_names(model)
+    for names in ([of_base.get(name) or name for name in tied] for tied in _tied(model)):
         there = next((entries[name] for name in names if name in entries), None)
         if there is not None:
             entries |= {name: entries.get(name, there) for name in names if name in wanted}
@@ -435,7 +467,7 @@ def _heads(source: TensorPieces, model: Any) -> Callable[[str], bool]:
     model's, and buffers that transformers ignores.
     """
     ignored = [*_OLD_BUFFERS, *(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())]
-    own = set(model.state_dict())
+    own = {base for base in base_names(model).values() if base is not None}
     prefix = getattr(model, "base_model_prefix", "") or ""
     base = getattr(model, prefix, None) if prefix else None
     stated = architectures(source.where / "config.json") if source.where.is_dir() else []
@@ -474,7 +506,7 @@ class _WeightsInMemory:
             own.copy_(self.tensors[name] if layout is None else layout.take(self.tensors[name]))
 
 
-def _read_by_transformers(source: TensorPieces, model: Any) -> WeightSource:
+def _read_by_transformers(source: TensorPieces, model: Any) -> dict[str, Tensor]:
     _quiet()
     read = type(model).from_pretrained
     whole, info = read(
@@ -491,7 +523,34 @@ def _read_by_transformers(source: TensorPieces, model: Any) -> WeightSource:
     )
     _refuse(source, missing, unknown, sorted(info["mismatched_keys"]))
     lacking = {key for key in info["missing_keys"] if of_head(key)}
-    return _WeightsInMemory({name: tensor for name, tensor in whole.state_dict().items() if name not in lacking})
+    return {name: tensor for name, tensor in whole.state_dict().items() if name not in lacking}
+
+
+class _WithMagnitudes:
+    """Source with DoRA's initial magnitudes, which are the norms of the weights' rows.
+
+    Args:
+        weights: name of the weight of each magnitude.
+        shapes: shapes of the weights.
+    """
+
+    def __init__(self, source: WeightSource, weights: Mapping[str, str], shapes: Mapping[str, Sequence[int]]) -> None:
+        self._source, self._weights, self._shapes = source, weights, shapes
+
+    def __iter__(self) -> Iterator[str]:
+        yield from self._source
+        yield from self._weights
+
+    def fill(self, name: str, own: Tensor, layout: ShardLayout | None = None) -> None:
+        if name not in self._weights:
+            self._source.fill(name, own, layout)
+            return
+        shape = self._shapes[self._weights[name]]
+        weight = torch.empty(*shape, dtype=own.dtype if own.dtype.itemsize >= 4 else torch.float32)
+        self._source.fill(self._weights[name], weight)
+        lengths = weight.norm(dim=1)
+        with torch.no_grad():
+            own.copy_(lengths if layout is None else layout.take(lengths))
 
 
 def _refuse(

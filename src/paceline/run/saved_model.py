@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from paceline import device
@@ -26,12 +26,14 @@ from paceline.job.loss import build_metrics
 from paceline.job.partition import PartitionSpec
 from paceline.job.samples import DataSets
 from paceline.job.streams import Stream
+from paceline.job.zoo.quantized import round_weights
 from paceline.planning.plan import Plan
-from paceline.run.build import loader_of, seed_all
+from paceline.run.build import load_published, loader_of, seed_all
 from paceline.run.convert import export
 from paceline.run.record.run import Run
 from paceline.split.mesh import Mesh
-from paceline.state.reader import NEWEST
+from paceline.state.checkpoint import digest_of_frozen, refuse_other_base
+from paceline.state.reader import NEWEST, chosen_checkpoint
 
 SETS = ("train", "held_out", "test")
 
@@ -88,11 +90,17 @@ class SavedModel:
         self.engine.close()
 
 
-def whole_model(run: Run, checkpoint: str = NEWEST) -> nn.Module:
+def whole_model(run: Run, checkpoint: str = NEWEST, weights: str | None = None) -> nn.Module:
     """Build the model of a run on one device, with the weights of a checkpoint.
+
+    The frozen weights beside adapters are made anew, as those of a run that begins.
+
+    Args:
+        weights: see `paceline.run.convert.export`.
 
     Raises:
         RunError: the checkpoint does not exist, or belongs to another model.
+        CheckpointError: the adapters were trained beside other weights.
     """
     run.job.model.must_be_at_hand()
     seed_all(run.job.seed)
@@ -100,19 +108,31 @@ def whole_model(run: Run, checkpoint: str = NEWEST) -> nn.Module:
     if (run.plan.precision or run.job.precision) == "fp64":
         model.double()  # before the weights are read, which would lose digits
     state = model.state_dict()
+    if run.job.adapter is not None:
+        state = _with_base(run, model, checkpoint)
     with tempfile.TemporaryDirectory(prefix="paceline-weights-") as folder:
         file = Path(folder) / "model.safetensors"
-        export(run.path, file, checkpoint)
-        with safe_open(file, framework="pt") as weights, torch.no_grad():
-            if missing := sorted(state.keys() - set(weights.keys())):
+        export(run.path, file, checkpoint, weights)
+        with safe_open(file, framework="pt") as saved, torch.no_grad():
+            if missing := sorted(state.keys() - set(saved.keys())):
                 raise RunError(
                     "run.other_model",
                     "the checkpoint belongs to another model. It does not contain {missing}.",
                     missing=missing[:5],
                 )
             for name, tensor in state.items():
-                tensor.copy_(weights.get_tensor(name))
+                tensor.copy_(saved.get_tensor(name))
     return model
+
+
+def _with_base(run: Run, model: nn.Module, checkpoint: str) -> dict[str, Tensor]:
+    """Load the weights beside the adapters; return the tensors that the checkpoint has."""
+    load_published(run.job, model)
+    if run.job.quantize is None:
+        refuse_other_base(digest_of_frozen(dict(model.named_parameters())), chosen_checkpoint(run.path, checkpoint))
+    round_weights(model)
+    frozen = {name for name, p in model.named_parameters(remove_duplicate=False) if not p.requires_grad}
+    return {name: tensor for name, tensor in model.state_dict().items() if name not in frozen}
 
 
 def device_of_models() -> torch.device:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -24,8 +24,9 @@ from paceline.state.rank_state import (
     persistent_buffers,
     restore_counters,
     restore_random,
+    saved_parameters,
 )
-from paceline.state.reader import OWN, SYNC, Loaded, Report
+from paceline.state.reader import OWN, SYNC, Gather, Loaded, Report
 from paceline.state.shard import DTYPES, MeshCoordinate
 from paceline.state.writer import Snapshot
 
@@ -66,6 +67,7 @@ def snapshot(engine: RankEngine, values: dict[str, Any]) -> Snapshot:
             **{key: state.values[key] for key in ("loader", "items_per_sample", "rule", "loop")},
             **{key: found for key in ("last_losses", "loss_scale") if (found := state.values[key]) is not None},
             "optimizer": {"groups": state.values["groups"]},
+            **({"base": base_digest(engine)} if engine.settings.keeps_base else {}),
             "sync": _sync(engine),
         },
         own_values={
@@ -162,7 +164,9 @@ class ModelShare:
             MeshCoordinate.of(mesh) if mesh is not None else MeshCoordinate.plain(engine.group.rank, engine.group.size)
         )
         aliases = engine.split.aliases if engine.split is not None else tied_names(model)
-        return cls(engine.named_parameters(), persistent_buffers(engine), engine.parts, coordinate, aliases)
+        parameters = saved_parameters(engine)
+        aliases = {name: first for name, first in aliases.items() if _bare(first) in parameters or _is_buffer(first)}
+        return cls(parameters, persistent_buffers(engine), engine.parts, coordinate, aliases)
 
     def part(self, name: str) -> Part:
         """Return this rank's part of a parameter."""
@@ -202,6 +206,8 @@ def _state_part(name: str, value: Tensor, part: Part, *, local_steps: bool) -> P
 
 
 def _check_same_model(engine: RankEngine, share: ModelShare, loaded: Loaded) -> None:
+    if engine.settings.keeps_base:
+        refuse_other_base(base_digest(engine), loaded)
     wanted = share.shapes()
     if share.coordinate.sizes.get("pp", 1) > 1:  # no pipeline stage knows all names
         wanted = {name: shape for shapes in engine.group.gather_json(wanted) for name, shape in shapes.items()}
@@ -229,6 +235,90 @@ def _check_same_model(engine: RankEngine, share: ModelShare, loaded: Loaded) -> 
 
 def _bare(name: str) -> str:
     return name.split("/", 1)[1]
+
+
+def _is_buffer(name: str) -> bool:
+    return name.startswith("buffer/")
+
+
+def base_digest(engine: RankEngine) -> str:
+    """Return a digest of the frozen parameters of a model with adapters.
+
+    It does not depend on the plan. All ranks call this function; the digest is computed once.
+    """
+    if engine.base_digest is None:
+        engine.base_digest = digest_of_frozen(engine.named_parameters(), engine.parts, engine.group.gather_json)
+    return engine.base_digest
+
+
+def digest_of_frozen(
+    parameters: Mapping[str, Tensor], parts: Mapping[str, Part] | None = None, gather: Gather = lambda own: [own]
+) -> str:
+    """Return a digest of all frozen parameters of a model.
+
+    Args:
+        parameters: this rank's parameters.
+        parts: the part of each parameter that this rank holds; None if all are whole.
+        gather: function that gathers a value of every rank.
+    """
+    own = []
+    for name, parameter in parameters.items():
+        if not parameter.requires_grad:
+            tensor = local(parameter).detach()
+            layout = ShardLayout.whole(tensor.shape) if parts is None else parts[name].layout
+            own += [
+                (f"{name} {box.full} {box.shape}", _sum_of_words(box.of(tensor), box.full)) for box in layout.boxes()
+            ]
+    found: dict[str, int] = {}
+    # several ranks may hold the same block, which counts once
+    for block, digest in dict(entry for told in gather(own) for entry in told).items():
+        name = block.partition(" ")[0]
+        found[name] = (found.get(name, 0) + digest) % 2**64
+    return hashlib.sha256(json.dumps(sorted(found.items())).encode()).hexdigest()
+
+
+_WORDS_AT_ONCE = 2**20
+
+
+def _sum_of_words(block: Tensor, offset: Sequence[int]) -> int:
+    """Return the sum of a block's elements as integers, weighted by position, modulo 2^64."""
+    if block.is_floating_point():  # in float64, weights of a file in float32 are the same
+        block = block.to(torch.float32).view(torch.int32)
+    if block.dim() == 0:
+        return int(block) % 2**64
+    rows = max(1, _WORDS_AT_ONCE // max(block[0].numel(), 1))
+    total = 0
+    for first in range(0, len(block), rows):
+        words = block[first : first + rows].to(torch.int64)
+        for dim in reversed(range(block.dim())):
+            start = offset[dim] + (0 if dim else first)
+            words = (words * _weights(dim, start, words.shape[-1], block.device)).sum(-1)
+        total += int(words)
+    return total % 2**64
+
+
+def _weights(dim: int, start: int, length: int, device: torch.device) -> Tensor:
+    """Return odd numbers that the dimension and the index determine."""
+    index = torch.arange(start, start + length, dtype=torch.int64, device=device)
+    return (index * 0x5851F42D4C957F2D + (dim + 1) * 0x14057B7EF767814F) | 1
+
+
+def refuse_other_base(digest: str, loaded: Loaded) -> None:
+    """Refuse adapters of a checkpoint that were trained beside other weights.
+
+    Args:
+        digest: `base_digest` of the model.
+
+    Raises:
+        CheckpointError: the base differs.
+    """
+    if loaded.values.get("base") != digest:
+        raise CheckpointError(
+            "checkpoint.of_other_base",
+            "the adapters in the checkpoint of step {step} were trained beside other weights: the model's folder, its "
+            "code or the way in which it is initialised has changed. Restore the weights, or start a new run.",
+            step=loaded.step,
+        )
 
 
 # Optimizer

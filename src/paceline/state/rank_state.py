@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from paceline.device import is_accelerator, random_state, set_random_state
 from paceline.errors import CheckpointError
@@ -62,7 +62,7 @@ class RankState:
         Args:
             loop: state of the training loop as JSON values, which `restore` returns.
         """
-        parameters = engine.named_parameters()
+        parameters = saved_parameters(engine)
         tensors = {f"model/{name}": local(parameter).detach() for name, parameter in parameters.items()}
         tensors |= {f"buffer/{name}": buffer.detach() for name, buffer in persistent_buffers(engine).items()}
         numbers: dict[str, dict[str, Any]] = {}
@@ -138,7 +138,7 @@ class RankState:
             CheckpointError: the tensors of the engine differ. The message names one of them, and the engine is
                 unchanged.
         """
-        parameters, values = engine.named_parameters(), self.values
+        parameters, values = saved_parameters(engine), self.values
         targets = {f"model/{name}": local(parameter).detach() for name, parameter in parameters.items()}
         targets |= {f"buffer/{name}": buffer.detach() for name, buffer in persistent_buffers(engine).items()}
         self._check(targets, len(engine.optimizer.param_groups))
@@ -193,6 +193,12 @@ def state_bytes(engine: RankEngine) -> int:
     """Return the size in bytes of this rank's weights, buffers and optimizer state."""
     tensors = RankState.of(engine).tensors
     return sum(t.nbytes for name, t in tensors.items() if name.startswith(("model/", "buffer/", "optimizer/")))
+
+
+def saved_parameters(engine: RankEngine) -> dict[str, nn.Parameter]:
+    """Return the parameters that belong to a state; the frozen base of adapters does not."""
+    named = engine.named_parameters()
+    return {name: p for name, p in named.items() if p.requires_grad} if engine.settings.keeps_base else named
 
 
 def persistent_buffers(engine: RankEngine) -> dict[str, Tensor]:

@@ -13,6 +13,7 @@ from math import prod
 from typing import TYPE_CHECKING, NamedTuple
 
 from paceline.errors import JobError, PlanProblem
+from paceline.job.adapter import AdapterSpec
 from paceline.job.job import Job
 from paceline.job.model import Dimensions, ModelSpec, Quantize, quantized_row_bytes
 from paceline.job.parameters import ModelNames, matrix_shape, names_of
@@ -163,7 +164,7 @@ def model_info(spec: ModelSpec) -> ModelInfo:
     Raises:
         JobError: the model cannot be built.
     """
-    return _model_info_of_json(spec.model_dump_json(), spec.quantize)
+    return _model_info_of_json(spec.model_dump_json(), spec.adapter, spec.quantize)
 
 
 def model_info_of(model: nn.Module) -> ModelInfo:
@@ -228,8 +229,8 @@ def _matrices(job: Job, info: ModelInfo) -> list[ParameterShape]:
 
 
 @cache
-def _model_info_of_json(text: str, quantize: Quantize | None) -> ModelInfo:
-    spec = ModelSpec.model_validate_json(text).quantizing(quantize)
+def _model_info_of_json(text: str, adapter: AdapterSpec | None, quantize: Quantize | None) -> ModelInfo:
+    spec = ModelSpec.model_validate_json(text).adapting(adapter).quantizing(quantize)
     if spec.transformer is not None:
         return model_info_by_dimensions(spec.transformer, quantize)
     return model_info_of(without_memory(spec))
@@ -474,7 +475,7 @@ def undivided_attention(job: Job, tp: int) -> PlanProblem | None:
 
 
 def _traced(job: Job) -> TracedModel:
-    return _MODELS.setdefault(job.model_dump_json(include={"model", "data", "loss"}), TracedModel(job))
+    return _MODELS.setdefault(job.model_dump_json(include={"model", "adapter", "data", "loss"}), TracedModel(job))
 
 
 class TracedModel:
