@@ -65,6 +65,31 @@ def test_every_example_learns(name: str, folder: Path, tmp_path: Path) -> None:
     assert {"loss", *(metric.name for metric in run.job.metrics)} == run.metrics.keys()
 
 
+RECIPES = sorted(
+    str(file.relative_to(EXAMPLES)) for kind in ("finetune", "pretrain") for file in (EXAMPLES / kind).glob("*.yaml")
+)
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the examples with the small model, which is not pretrained here."""
+    ignored = shutil.ignore_patterns("__pycache__", "runs", "small")
+    folder = shutil.copytree(EXAMPLES, tmp_path_factory.mktemp("recipes") / "examples", ignore=ignored)
+    runpy.run_path(str(folder / "finetune" / "make_small.py"))["make"](folder / "finetune" / "small", steps=0)
+    return folder
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_every_recipe_learns(name: str, small: Path, tmp_path: Path) -> None:
+    if name == "finetune/llama_8b.yaml":
+        assert Job.load(small / name).model.hf is not None
+        return
+    run = train_here(tmp_path / "run", shortened(small / name, STEPS))
+    assert len(run.losses) == STEPS
+    assert all(map(math.isfinite, run.losses))
+    assert fmean(run.losses[-3:]) < fmean(run.losses[:3])
+
+
 def test_the_demo_has_the_same_loss_curve_on_one_and_on_two_ranks(folder: Path, ranks: Ranks, tmp_path: Path) -> None:
     job = shortened(folder / "digits.yaml", 20)
     alone = train_here(tmp_path / "alone", job)

@@ -31,7 +31,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM
 
 STDLIB = Path(sysconfig.get_path("stdlib"))
-END, PAD, SYSTEM, USER, ASSISTANT = "<|end|>", "<|pad|>", "<|system|>", "<|user|>", "<|assistant|>"
+END, PAD, MASK = "<|end|>", "<|pad|>", "<|mask|>"
+SYSTEM, USER, ASSISTANT = "<|system|>", "<|user|>", "<|assistant|>"
 TEMPLATE = """\
 {% for message in messages %}
 {{ '<|' + message['role'] + '|>' }}
@@ -103,7 +104,7 @@ def save_tokenizer(texts: list[str], folder: Path, *, vocab: int = 2048) -> Toke
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab,
-        special_tokens=[END, PAD, SYSTEM, USER, ASSISTANT],
+        special_tokens=[END, PAD, MASK, SYSTEM, USER, ASSISTANT],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
@@ -114,6 +115,7 @@ def save_tokenizer(texts: list[str], folder: Path, *, vocab: int = 2048) -> Toke
         "tokenizer_class": "PreTrainedTokenizerFast",
         "eos_token": END,
         "pad_token": PAD,
+        "mask_token": MASK,
         "additional_special_tokens": [SYSTEM, USER, ASSISTANT],
         "clean_up_tokenization_spaces": False,
         "model_max_length": 4 * CONTEXT,

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import tokenizers
 from PIL import Image
 
 from commands import Outcome, losses, paceline
 from paceline.job.job import Job
+from small_tokenizers import END, PAD, save_tokenizer
 
 KINDS = ("images", "table", "text", "model", "finetune")
 
@@ -52,14 +52,14 @@ def finetune(folder: Path) -> list[object]:
         "num_hidden_layers": 1,
         "num_attention_heads": 2,
         "num_key_value_heads": 2,
-        "vocab_size": 64,
+        "vocab_size": 320,
         "max_position_embeddings": 128,
     }
     (folder / "llama" / "config.json").write_text(json.dumps(config))
-    words = {word: i for i, word in enumerate(["[UNK]", "once", "upon", "a", "time", "."])}
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="[UNK]"))
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    tokenizer.save(str(folder / "llama" / "tokenizer.json"))
+    template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}<|endoftext|>{% endfor %}"
+    names = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END, "pad_token": PAD}
+    save_tokenizer(folder / "llama", names={**names, "chat_template": template})
+    (folder / "story.txt").write_text("once upon a time. " * 5000)
     return ["--model", "llama", "--data", "story.txt"]
 
 
@@ -78,6 +78,26 @@ def test_each_starter_trains_as_it_was_written(kind: str, tmp_path: Path) -> Non
     options = EXAMPLES[kind](tmp_path)
     wrote(paceline("init", kind, *options, folder=tmp_path))
     words = ("train", f"{kind}.yaml", "--plan", "dp=1", "--run", "run", "--set", "stop={steps: 2}")
+    outcome = paceline(*words, folder=tmp_path)
+    assert outcome.code == 0, outcome.err
+    assert sorted(losses(tmp_path / "run")) == [1, 2]
+
+
+TURNS = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello!"}]
+ROWS: dict[str, dict[str, object]] = {
+    "sft": {"messages": TURNS},
+    "dpo": {"prompt": TURNS[:1], "chosen": TURNS[1:], "rejected": [{"role": "assistant", "content": "No."}]},
+    "pretrain": {"text": "once upon a time. " * 40},
+}
+
+
+@pytest.mark.parametrize("task", ROWS)
+def test_the_rows_decide_the_task_of_a_finetuning(task: str, tmp_path: Path) -> None:
+    finetune(tmp_path)
+    (tmp_path / "rows.jsonl").write_text(f"{json.dumps(ROWS[task])}\n" * 40)
+    wrote(paceline("init", "finetune", "--model", "llama", "--data", "rows.jsonl", folder=tmp_path))
+    assert Job.load(tmp_path / "finetune.yaml").task == task
+    words = ("train", "finetune.yaml", "--plan", "dp=1", "--run", "run", "--set", "stop={steps: 2}")
     outcome = paceline(*words, folder=tmp_path)
     assert outcome.code == 0, outcome.err
     assert sorted(losses(tmp_path / "run")) == [1, 2]

@@ -13,6 +13,7 @@ from typing import Annotated, NamedTuple
 import typer
 
 Values = dict[str, str]
+_TEXT = (".txt", ".md", ".rst", ".py")
 _IMAGES, _TABLE = "images", "table.csv"  # default paths of the data, relative to the job's folder
 
 
@@ -200,26 +201,65 @@ def _finetune(data: Path | None, model: Path | None, folder: Path) -> Values:
             "a job for fine-tuning needs --model: the folder of a Hugging Face model on this machine, or its "
             "config.json. paceline downloads nothing; `hf download NAME --local-dir DIR` does",
         )
-    weights = f"  weights: {_relative(model, folder)}"
-    if not (model.is_dir() and any(model.glob("*.safetensors"))):
-        weights = (
-            "  # there are no weights (*.safetensors) beside the configuration, so the model starts from random ones"
-        )
-    tokenizer = config.with_name("tokenizer.json")
-    if tokenizer.is_file():
+    has_weights = model.is_dir() and any(model.glob("*.safetensors"))
+    found = f"{{hf: {_relative(model if has_weights else config, folder)}, task: causal_lm}}"
+    if not has_weights:
+        found += "  # there are no weights (*.safetensors) beside the configuration, so the model starts random"
+    columns = _columns(data)
+    task = "dpo" if "chosen" in columns else "sft" if columns & {"messages", "prompt", "conversations"} else "pretrain"
+    values = {"model": found, "task": task, "lr": "0.0000005" if task == "dpo" else "0.00002"}
+    if not config.with_name("tokenizer.json").is_file():
+        if task != "pretrain":
+            raise JobError(
+                "init.no_tokenizer",
+                "{folder} has no tokenizer.json, which conversations need. Save it there with save_pretrained of the "
+                "model's tokenizer.",
+                folder=config.parent,
+            )
+        text = _relative(data, folder) if data else '"{stdlib}/pydoc_data"'
+        note = "  # there is no tokenizer.json beside the configuration, so the text is read as bytes"
+        return {**values, "data": f"{{kind: text, path: {text}, context: 128}}{note}"}
+    if task != "pretrain":
+        assert data is not None
+        kind, keys = {"sft": ("chat", ", pack: true"), "dpo": ("preferences", "")}[task]
+        return {**values, "data": f"{{kind: {kind}, path: {_relative(data, folder)}, context: 1024{keys}}}"}
+    path, form = _text_files(data)
+    tokenizer = _relative(config.parent, folder)
+    keys = f"path: {_relative(path, folder)}{form}, tokenizer: {tokenizer}, context: 128, pack: true"
+    return {**values, "data": f"{{kind: tokens, {keys}}}"}
+
+
+def _columns(data: Path | None) -> set[str]:
+    """Return the keys of the first row of a JSONL or Parquet file."""
+    try:
+        if data is not None and data.suffix in (".jsonl", ".ndjson"):
+            with data.open(encoding="utf-8") as rows:
+                return set(json.loads(next(rows)))
+        if data is not None and data.suffix == ".parquet":
+            import pyarrow.parquet
+
+            return set(pyarrow.parquet.read_schema(data).names)
+    except (OSError, ValueError, TypeError, StopIteration, ImportError):
+        pass  # the run explains what is wrong with the file
+    return set()
+
+
+def _text_files(data: Path | None) -> tuple[Path, str]:
+    """Return the path of text files, and further keys.
+
+    A text file is one document, so nothing can be held out of a few files.
+    """
+    if data is None:
         import sysconfig
 
-        path = data or Path(sysconfig.get_path("stdlib"), "pydoc_data")
-        text = f"""  kind: dataset
-  factory: finetune.py:Tokens # tokens of the model's own tokenizer
-  args: {{path: {_absolute(path)}, tokenizer: {_absolute(tokenizer)}, context: 128}}
-  held_out: 0.1"""
-    else:
-        text = f"""  # there is no tokenizer.json beside the configuration, so the text is read as bytes
-  kind: text
-  path: {_relative(data, folder) if data else '"{stdlib}/pydoc_data"'}
-  context: 128"""
-    return {"config": _relative(config, folder), "weights": weights, "data": text}
+        return Path(sysconfig.get_path("stdlib"), "pydoc_data", "*.py"), ", format: text, held_out: 0"
+    if not data.is_dir():
+        return data, ", format: text, held_out: 0" if data.suffix in _TEXT else ""
+    suffixes = [file.suffix for file in data.iterdir() if file.suffix in _TEXT]
+    if not suffixes:
+        return data, ""
+    most = max(_TEXT, key=suffixes.count)
+    return data / f"*{most}", ", format: text" + (", held_out: 0" if suffixes.count(most) < 10 else "")
 
 
 _STARTERS = {
@@ -227,5 +267,5 @@ _STARTERS = {
     "table": _Starter("predict a column of a table (CSV or Parquet)", _table, python=True, place=_TABLE),
     "text": _Starter("a small GPT that learns to write from text files", _text_values),
     "model": _Starter("your own nn.Module and Dataset", _model_values, python=True),
-    "finetune": _Starter("train a Hugging Face language model on text", _finetune, python=True, takes_model=True),
+    "finetune": _Starter("tune a language model on conversations, preferences or text", _finetune, takes_model=True),
 }
