@@ -94,7 +94,7 @@ ROWS: dict[str, dict[str, object]] = {
 @pytest.mark.parametrize("task", ROWS)
 def test_the_rows_decide_the_task_of_a_finetuning(task: str, tmp_path: Path) -> None:
     finetune(tmp_path)
-    (tmp_path / "rows.jsonl").write_text(f"{json.dumps(ROWS[task])}\n" * 40)
+    (tmp_path / "rows.jsonl").write_text(f"{json.dumps(ROWS[task])}\n" * 2000)
     wrote(paceline("init", "finetune", "--model", "llama", "--data", "rows.jsonl", folder=tmp_path))
     assert Job.load(tmp_path / "finetune.yaml").task == task
     words = ("train", "finetune.yaml", "--plan", "dp=1", "--run", "run", "--set", "stop={steps: 2}")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import math
+import sys
 import warnings
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -77,6 +78,9 @@ class Loader:
         samples cannot be collated, or the ranks read different data. LoaderProcessError: a loader process was
         killed, exited, or did not answer in time.
     """
+
+    # kept by the class, because modules lose their globals while Python exits
+    _python_exits = staticmethod(sys.is_finalizing)
 
     def __init__(
         self,
@@ -187,7 +191,7 @@ class Loader:
             if not self.workers.persistent or self._sending.has_lost_memory:
                 self.close()
         finally:
-            if self._batches is batches and self._end_processes.still_active():  # inactive only while Python exits
+            if self._batches is batches and not self._python_exits() and self._end_processes.still_active():
                 self.close()
         if self.begins_anew and start and step == start:  # the stream ended at its saved position: begin the next epoch
             yield from self

@@ -25,10 +25,11 @@ from paceline.errors import InvalidValue, JobError, StorageError
 from paceline.job.adapter import AdapterSpec
 from paceline.job.data import DataSpec
 from paceline.job.loss import LossSpec, MetricSpec
-from paceline.job.model import ModelSpec, Quantize
+from paceline.job.model import ModelSpec
 from paceline.job.optimizer import OptimizerSpec
 from paceline.job.overrides import Overrides, override
 from paceline.job.partition import PartitionSpec
+from paceline.job.quantize import Quantize
 from paceline.job.schedule import ScheduleSpec
 from paceline.job.spec import Args, Spec, import_path_of, read_sections, with_sections
 from paceline.job.stop import BestSpec, SpikeSpec, StopSpec

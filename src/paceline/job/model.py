@@ -13,6 +13,7 @@ from paceline.job.adapter import AdapterSpec
 from paceline.job.data import DataPath
 from paceline.job.known import must_find_model
 from paceline.job.parameters import Patterns, matching, names_of
+from paceline.job.quantize import Quantize
 from paceline.job.spec import Args, Spec, resolve_import_path
 from paceline.storage.url import is_url
 
@@ -21,20 +22,9 @@ if TYPE_CHECKING:
 
 
 DCP = "dcp:"  # begins the `weights` that are a checkpoint of torch.distributed.checkpoint
-Quantize = Literal["int8", "nf4"]
-QUANTIZED_TOGETHER = 64  # elements of a row of a quantized weight that share a scale
 Task = Literal[
     "causal_lm", "masked_lm", "image_classification", "sequence_classification", "token_classification", "seq2seq_lm"
 ]
-
-
-def quantized_row_bytes(kind: Quantize, columns: int) -> int:
-    """Return the bytes of a row of a quantized weight.
-
-    Each block of the row has its codes and a float32 scale.
-    """
-    codes = QUANTIZED_TOGETHER if kind == "int8" else QUANTIZED_TOGETHER // 2
-    return -(-columns // QUANTIZED_TOGETHER) * (codes + 4)
 
 
 class ModelSpec(Spec):

@@ -20,8 +20,8 @@ from pydantic import (
 )
 
 from paceline.errors import InvalidValue, JobError
-from paceline.job.model import quantized_row_bytes
 from paceline.job.parameters import ModelNames, Names, Patterns, matching
+from paceline.job.quantize import quantized_row_bytes
 from paceline.job.spec import Args, Spec, check_call, load_object, resolve_import_path
 from paceline.text import nearest
 

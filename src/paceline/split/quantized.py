@@ -14,14 +14,14 @@ import torch
 from torch import Tensor, nn
 
 from paceline.errors import PlanError
-from paceline.job.model import QUANTIZED_TOGETHER, quantized_row_bytes
+from paceline.job.quantize import QUANTIZED_TOGETHER, quantized_row_bytes
 from paceline.job.zoo.quantized import QuantizedLinear, RowFormat, marked
-from paceline.split.deferred_init import DeferredModel, allocate
 from paceline.split.layout import Parts, ShardLayout, WeightSource, local, whole_parts
 
 if TYPE_CHECKING:
     from paceline.job.optimizer import OptimizerSpec
     from paceline.planning.plan import Plan
+    from paceline.split.deferred_init import DeferredModel
 
 Formats = dict[str, RowFormat]
 
@@ -151,6 +151,8 @@ def quantized_whole(deferred: DeferredModel) -> nn.Module:
     model = deferred.model
     formats, parts = formats_of(model), whole_parts(model)
     quantize([model], formats, parts, "dp")
+    from paceline.split.deferred_init import allocate  # imports FSDP2, which plans without a split do not need
+
     allocate(model, torch.device("cpu"))
     held: dict[str, Tensor] = {**dict(model.named_parameters()), **dict(model.named_buffers())}
 

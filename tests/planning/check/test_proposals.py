@@ -44,7 +44,7 @@ LAPTOP = Cluster(name="this machine", hosts=(Host(name="a", cores=2, memory_byte
         ("cp=5 tp=2", {}, "tp=2 cp=4"),
         ("pp=2 schedule=zero-bubble microbatches=2 compile=on", {}, "pp=2 schedule=zero-bubble microbatches=2"),
         ("fsdp=2 compile=reduce-overhead pin=on", {}, "fsdp=2 compile=on pin=on"),
-        ("fsdp=2 fused=on", {"optimizer": "lamb"}, "dp=2"),
+        ("fsdp=2 fused=on", {"optimizer": "Adafactor"}, "dp=2"),
         ("dp=8 microbatches=4 threads=2", {}, "dp=8 microbatches=2 threads=2"),
         ("dp=3", {"partition": {"weights": [1, 2]}}, "dp=2"),
     ],
@@ -197,7 +197,7 @@ def test_what_no_degree_gives_a_meaning_does_not_vary() -> None:
 
 def test_the_model_and_the_job_say_what_is_there() -> None:
     assert texts(legal_plans(job(model="cifar_cnn", data="digits"), CPUS, 2, keys=("dp", "cp", "ep"))) == ["dp=2"]
-    assert texts(legal_plans(job(optimizer="lamb"), CPUS, 2)) == [
+    assert texts(legal_plans(job(optimizer="Adafactor"), CPUS, 2)) == [
         "dp=2",
         "pp=2 microbatches=2",
         "pp=2 schedule=gpipe microbatches=2",

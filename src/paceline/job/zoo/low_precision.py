@@ -16,8 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from paceline.job.model import QUANTIZED_TOGETHER as BLOCK
-from paceline.job.model import quantized_row_bytes
+from paceline.job.quantize import QUANTIZED_TOGETHER as BLOCK
+from paceline.job.quantize import quantized_row_bytes
 from paceline.job.zoo.quantized import library
 
 _AT_ONCE = 2**20  # elements that are updated at a time, because their moments are fp32 during the update

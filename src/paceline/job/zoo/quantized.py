@@ -20,8 +20,8 @@ from torch.autograd.function import once_differentiable
 from torch.utils._pytree import tree_map_only
 
 from paceline.errors import JobError
-from paceline.job.model import QUANTIZED_TOGETHER as BLOCK
-from paceline.job.model import Quantize, quantized_row_bytes
+from paceline.job.quantize import QUANTIZED_TOGETHER as BLOCK
+from paceline.job.quantize import Quantize, quantized_row_bytes
 
 _GROUP, _INT8 = (1, BLOCK), (torch.int8, -127, 127)
 _MODULES = {"int8": "torchao.quantization.quant_primitives", "nf4": "bitsandbytes"}

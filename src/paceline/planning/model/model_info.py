@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, NamedTuple
 from paceline.errors import JobError, PlanProblem
 from paceline.job.adapter import AdapterSpec
 from paceline.job.job import Job
-from paceline.job.model import Dimensions, ModelSpec, Quantize, quantized_row_bytes
+from paceline.job.model import Dimensions, ModelSpec
 from paceline.job.parameters import ModelNames, matrix_shape, names_of
+from paceline.job.quantize import Quantize, quantized_row_bytes
 from paceline.planning.model.graph import (
     Layer,
     ModelTrace,
