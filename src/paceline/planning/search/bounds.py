@@ -139,7 +139,9 @@ class Bounds:
             layer = self._each_at(tp).blocks[self._counts.index(self.layers)]
             fuller = (layer,) * (-(-self.layers // pp) - each * (chunks - 1))
             last = max((blocks[-1],), fuller, key=lambda some: sum(block.parameters for block in some))
-            smaller = ModelTrace((*(small,) * (each * (pp * chunks - 1)), *last))
+            whole = self._trace_at(tp)
+            few = (*(small,) * (each * (pp * chunks - 1)), *last)
+            smaller = ModelTrace(few, tokens=whole.tokens, plain_head=whole.plain_head)
             cut = (*(each,) * (pp * chunks - 1), len(last))
             self._easier[tp, pp, chunks] = (smaller, cut) if pp > 1 and each else (self._trace_at(tp), ())
         return self._easier[tp, pp, chunks]
