@@ -41,6 +41,14 @@ class Packed(Dataset[Any]):
         }
 
 
+class Answers(Packed):
+    """Two documents, of which only the last tokens are learned."""
+
+    def __getitem__(self, index: int) -> Any:
+        labels = torch.tensor([-100, 4, 1, -100, -100, 1, -100, -100, -100])
+        return {**super().__getitem__(index), "labels": labels}
+
+
 class Translation(Packed):
     """Labels that belong to another sequence than the input."""
 

@@ -18,14 +18,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+import yaml
 from _pytest.mark import ParameterSet
 
-from commands import BIN, ended, started
+from commands import BIN, ended, in_a_process, started
 from forked import Forked
 from paceline.errors import DataError
 from paceline.job.data import Text
 from paceline.job.job import Job
 from paceline.job.stop import StopSpec
+from paceline.planning.check.plan_errors import plan_errors
 from ranks import Ranks
 from refusals import raises
 from small_jobs import new_run, train_as_rank, train_here
@@ -70,6 +72,14 @@ RECIPES = sorted(
 )
 
 
+LARGE = "finetune/llama_8b.yaml"  # has no data, and is too large to train here
+
+
+def plans_named_in(file: Path) -> set[str]:
+    """The plans in the comments of a recipe."""
+    return set(re.findall(r'--plan "([^"]+)"', file.read_text()))
+
+
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of the examples with the small model, which is not pretrained here."""
@@ -79,15 +89,32 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", [name for name in RECIPES if name != LARGE])
 def test_every_recipe_learns(name: str, small: Path, tmp_path: Path) -> None:
-    if name == "finetune/llama_8b.yaml":
-        assert Job.load(small / name).model.hf is not None
-        return
     run = train_here(tmp_path / "run", shortened(small / name, STEPS))
     assert len(run.losses) == STEPS
     assert all(map(math.isfinite, run.losses))
     assert fmean(run.losses[-3:]) < fmean(run.losses[:3])
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_the_plans_that_a_recipe_names_run_on_eight_gpus(name: str, small: Path) -> None:
+    file = small / name
+    own = yaml.safe_load(file.read_text())
+    # a plan for an 8B model is checked with the recipe's adapters
+    large = {key: own[key] for key in ("adapter", "quantize") if key in own} | {"global_batch": 512}
+    job = Job.load(small / LARGE, set=large) if "8B" in file.read_text() else Job.load(file)
+    plans = plans_named_in(file)
+    assert plans
+    for plan in plans:
+        assert [problem.code for problem in plan_errors(job, plan, cluster="1x8xH100-SXM")] == [], plan
+
+
+def test_the_dry_run_of_the_large_recipe_says_what_a_rank_holds(tmp_path: Path) -> None:
+    (plan,) = plans_named_in(EXAMPLES / LARGE)
+    checked = in_a_process("check", EXAMPLES / LARGE, "--dry-run", "--plan", plan, folder=tmp_path)
+    assert checked.code == 0, checked.err
+    assert "Warning" not in checked.err
 
 
 def test_the_demo_has_the_same_loss_curve_on_one_and_on_two_ranks(folder: Path, ranks: Ranks, tmp_path: Path) -> None:

@@ -41,10 +41,12 @@ def test_the_contact_sheet_has_each_image_with_its_class(tmp_path: Path, browser
 @pytest.mark.needs_chromium
 def test_the_page_shows_text_with_masks_and_runs_nothing_in_it(tmp_path: Path, browser: Browser) -> None:
     page = tmp_path / "page.html"
-    file = write_job(tmp_path / "job.yaml", data=own("Packed"), global_batch=4)
+    file = write_job(tmp_path / "job.yaml", data=own("Answers"), global_batch=4)
     assert paceline("data", "show", file, "--page", page, "--samples", 1, folder=tmp_path).code == 0
     browser.open(page)
     texts = [one.text for one in browser.all(".sample pre")]
-    assert texts == ["the cat sat </s>", r"\x1b[31mred <script>alert(1)</script> </s>"]
+    assert texts == ["the catsat </s>", r"\x1b[31mred <script>alert(1)</script></s>"]
+    dim = [one.text for one in browser.all(".sample pre i")]
+    assert dim == ["the cat", r"\x1b[31mred <script>alert(1)</script>"]
     assert not browser.all("script")
     assert not browser.console()

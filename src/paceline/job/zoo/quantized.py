@@ -278,7 +278,7 @@ def library(module: str) -> Any:
     except ImportError as error:
         raise JobError(
             "job.low_precision_library_missing",
-            "quantize and optimizer.state need the library {library}. Run: pip install 'paceline[tune]' ({error})",
+            "quantize and optimizer.state need the library {library}. Run: pip install 'paceline[quantize]' ({error})",
             library=module.partition(".")[0],
             error=error,
         ) from None
