@@ -7,8 +7,10 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.utils.data import Dataset
@@ -24,10 +26,7 @@ from paceline.run.record.run import Run
 from paceline.run.saved_model import evaluated, whole_model
 from refusals import assert_problem, raises
 
-transformers = pytest.importorskip("transformers")
-peft = pytest.importorskip("peft")
-
-SIZES = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+SIZES: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 
 
 class Fatal(Dataset[tuple[Tensor, Tensor]]):
@@ -97,6 +96,39 @@ def test_every_plan_trains_the_adapters_of_one_process(plan: str, alone: Run, ba
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
         torch.testing.assert_close(found[name], tensor, rtol=1e-6, atol=1e-9, msg=name)
+
+
+@pytest.mark.parametrize("plan", ["fsdp=2", "tp=2"])
+def test_every_plan_trains_the_lengths_of_dora(plan: str, base: Path, tmp_path: Path) -> None:
+    dora = job(base, lora={"dora": True})
+    alone, divided = (paceline.train(dora, how, run=tmp_path / how) for how in ("dp=1", plan))
+    torch.testing.assert_close(losses(divided), losses(alone), rtol=1e-10, atol=0)
+    found, expected = saved(divided, tmp_path / "own"), saved(alone, tmp_path / "alone")
+    assert any("magnitude" in name for name in expected)
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor, rtol=1e-8, atol=1e-11, msg=name)
+
+
+@pytest.mark.parametrize("plan", ["dp=1", "tp=2"])
+def test_a_run_on_a_quantized_base_is_evaluated_merged_and_refused_beside_another_base(
+    plan: str, base: Path, tmp_path: Path
+) -> None:
+    own = tmp_path / "model"
+    wide = transformers.AutoConfig.from_pretrained(base, hidden_size=128, intermediate_size=128, head_dim=32)
+    transformers.LlamaForCausalLM(wide).save_pretrained(own)
+    run = paceline.train(job(own, quantize="nf4", precision="fp32"), plan, run=tmp_path / "run")
+    assert evaluated(run, "held_out")["loss"] == pytest.approx(run.metrics["loss"], rel=1e-5)
+    run_cli("export", str(run.path), str(tmp_path / "merged"), "--merge", "--layout", "hf")
+    tokens = torch.arange(8)[None]
+    with torch.no_grad():
+        merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged").float()
+        expected = whole_model(run).float().eval()(tokens).logits
+        torch.testing.assert_close(merged(tokens).logits, expected, rtol=1e-4, atol=1e-5)
+    weights = load_file(own / "model.safetensors")
+    weights["model.layers.0.mlp.up_proj.weight"] *= 1.5
+    save_file(weights, own / "model.safetensors", metadata={"format": "pt"})
+    with raises(CheckpointError, "checkpoint.of_other_base"):
+        whole_model(run)
 
 
 def test_only_adapters_are_trained_saved_and_counted(alone: Run, base: Path, tmp_path: Path) -> None:

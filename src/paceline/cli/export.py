@@ -77,7 +77,8 @@ def command(
             write = partial(export_merged, hf=layout is ExportLayout.HF)
         write(path, out, checkpoint, weights and weights.value)
     for warning in passed_over:
-        typer.echo(f"note: {warning.message}", err=True)
+        if not issubclass(warning.category, (DeprecationWarning, FutureWarning)):  # those of libraries
+            typer.echo(f"note: {warning.message}", err=True)
     how = {
         ExportLayout.FILE: "model.load_state_dict(safetensors.torch.load_file({!r}))",
         ExportLayout.HF: "from_pretrained({!r})",

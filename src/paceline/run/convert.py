@@ -281,7 +281,7 @@ def run_of(run: Path) -> Run:
 def _hf_model(run: Path) -> tuple[Run, Any]:
     record = run_of(run)
     with torch.device("meta"):
-        model = record.job.model.adapting(None).build()
+        model = record.job.model.adapting(None).quantizing(None).build()  # an export has ordinary weights
     if not hasattr(model, "config") or not hasattr(model, "save_pretrained"):
         raise RunError(
             "export.not_hugging_face",
@@ -546,7 +546,8 @@ class _WithMagnitudes:
             self._source.fill(name, own, layout)
             return
         shape = self._shapes[self._weights[name]]
-        weight = torch.empty(*shape, dtype=own.dtype if own.dtype.itemsize >= 4 else torch.float32)
+        # in one type under every plan, because plans hold the weights in different types
+        weight = torch.empty(*shape, dtype=torch.float32)
         self._source.fill(self._weights[name], weight)
         lengths = weight.norm(dim=1)
         with torch.no_grad():

@@ -26,7 +26,7 @@ from paceline.job.loss import build_metrics
 from paceline.job.partition import PartitionSpec
 from paceline.job.samples import DataSets
 from paceline.job.streams import Stream
-from paceline.job.zoo.quantized import round_weights
+from paceline.job.zoo.quantized import packed_weights, round_weights
 from paceline.planning.plan import Plan
 from paceline.run.build import load_published, loader_of, seed_all
 from paceline.run.convert import export
@@ -128,8 +128,8 @@ def whole_model(run: Run, checkpoint: str = NEWEST, weights: str | None = None) 
 def _with_base(run: Run, model: nn.Module, checkpoint: str) -> dict[str, Tensor]:
     """Load the weights beside the adapters; return the tensors that the checkpoint has."""
     load_published(run.job, model)
-    if run.job.quantize is None:
-        refuse_other_base(digest_of_frozen(dict(model.named_parameters())), chosen_checkpoint(run.path, checkpoint))
+    held = {**dict(model.named_parameters()), **packed_weights(model)}  # as the run holds them
+    refuse_other_base(digest_of_frozen(held), chosen_checkpoint(run.path, checkpoint))
     round_weights(model)
     frozen = {name for name, p in model.named_parameters(remove_duplicate=False) if not p.requires_grad}
     return {name: tensor for name, tensor in model.state_dict().items() if name not in frozen}

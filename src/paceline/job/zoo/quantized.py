@@ -254,6 +254,14 @@ def round_weights(model: nn.Module) -> None:
         module.weight.copy_(made.unpack(made.pack(module.weight), module.weight.dtype))
 
 
+def packed_weights(model: nn.Module) -> dict[str, Tensor]:
+    """Return the codes and scales of the weights of marked layers, by parameter name."""
+    return {
+        f"{name}.weight": RowFormat(kind, module.in_features).pack(module.weight.detach())
+        for name, module, kind in marked(model)
+    }
+
+
 def plain_shapes(model: nn.Module) -> dict[str, list[int]]:
     """Return the shapes that the weights of quantized layers have in files, by parameter name."""
     layers = ((name, m) for name, m in model.named_modules() if isinstance(m, QuantizedLinear))
