@@ -33,6 +33,7 @@ plans = st.builds(
     ep=st.integers(1, 64),
     zero=st.integers(1, 3),
     offload=st.booleans(),
+    offload_activations=st.booleans(),
     sequence=st.booleans(),
     schedule=st.sampled_from(["gpipe", "1f1b", "interleaved", "zero-bubble", "dualpipe"]),
     virtual=st.integers(2, 12),
@@ -240,7 +241,12 @@ def test_a_host_of_unknown_topology_is_cut_by_number() -> None:
 def test_ranks_multiply_and_readers_are_those_with_samples_of_their_own() -> None:
     plan = Plan(dp=2, fsdp=3, tp=5, pp=7, cp=11, ep=13)
     assert (plan.ranks, plan.data_ranks) == (2 * 3 * 5 * 7 * 11 * 13, 2 * 3 * 13)
-    assert [p.splits for p in (Plan(dp=8), Plan(tp=2), Plan(remat="block"))] == [False, True, True]
+    assert [p.splits for p in (Plan(dp=8), Plan(tp=2), Plan(remat="block"), Plan(offload_activations=True))] == [
+        False,
+        True,
+        True,
+        True,
+    ]
 
 
 def test_a_plan_is_a_value() -> None:

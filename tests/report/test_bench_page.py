@@ -336,7 +336,7 @@ def with_rules() -> Report:
     }
     return report(
         settings=[
-            setting(1, "strong", 19.2, 0.002, final_loss=0.312),
+            setting(1, "strong", 19.2, 0.002, final_loss=0.312, mfu=0.41),
             *(setting(4, "strong", 8 - i, 0.01, label=p, plan=p, **more) for i, (p, more) in enumerate(rules.items())),
         ]
     )
@@ -372,6 +372,7 @@ def test_plans_for_as_many_devices_stand_beside_each_other_with_what_they_send_a
         "0.330",
     ]
     assert shown_values(browser, "final_loss") == [s.final_loss for s in values.settings]
+    assert shown_values(browser, "mfu") == [0.41]
     assert shown_values(browser, "saved") == [804_600.0]
     assert shown_values(browser, "compression_error") == [0.0123]
     assert browser.run("return document.documentElement.scrollWidth") == 400

@@ -13,6 +13,9 @@ import pytest
 
 from browser import Browser
 from paceline import units
+from paceline.cli.train import summary
+from paceline.cluster.cluster import Cluster
+from paceline.cluster.host import Device, Host
 from paceline.engine.meter import PARTS
 from paceline.errors import RunError
 from paceline.report.advice import measured
@@ -21,6 +24,7 @@ from paceline.report.diagnosis import diagnosis_of
 from paceline.report.run_page import losses, shares, staleness, view_of, write_run_page
 from paceline.report.run_record import RunRecord
 from paceline.run.record.run import WARM_UP_STEPS, Run, Speed
+from paceline.run.record.utilization import FLOPS, PEAK, flops_of, peak_of
 from ranks import Ranks
 from refusals import raises
 from small_jobs import new_run, points, small_job, train_as_rank, train_here
@@ -126,6 +130,20 @@ def test_the_overall_speed_is_told_where_it_is_another(run: Run) -> None:
     same = Speed.of(lines, training_time_s=samples / (0.95 * speed.throughput))
     assert same is not None
     assert same.overall_if_other is None
+
+
+def test_the_mfu_is_shown_where_the_peak_of_the_devices_is_known(run: Run) -> None:
+    assert "mfu" not in [card.term for card in view_of(run)["cards"]], "the run is on a CPU"
+    assert "\nmfu " not in summary(run)
+    file = run.path / "events.jsonl"
+    events = [json.loads(line) for line in file.read_text().splitlines()]
+    start = next(event for event in events if event["event"] == "start")
+    gpu = Host(name="a", cores=8, memory_bytes=2**38, gpus=(Device(index=0, name="H100-SXM", memory_bytes=2**36),))
+    start[FLOPS], start[PEAK] = flops_of(run.job), peak_of(run.job, run.plan, Cluster(hosts=(gpu,)))
+    file.write_text("".join(json.dumps(event) + "\n" for event in events))
+    [card] = [card for card in view_of(run)["cards"] if card.term == "mfu"]
+    assert card.cell.value == pytest.approx(run.throughput * start[FLOPS]["weights"] / start[PEAK], rel=0.01)
+    assert "\nmfu " in summary(run)
 
 
 def test_shares_that_followed_speeds_are_drawn_in_percent_of_full_batches_and_others_are_not(run: Run) -> None:

@@ -74,6 +74,7 @@ def command(
 def summary(run: Run) -> str:
     """Return the result, speed, stop reason and directory of a run as text."""
     from paceline.run.record.goodput import goodput
+    from paceline.run.record.utilization import utilization
     from paceline.units import percent
 
     steps, end = run.steps(), last(run, "end")
@@ -98,6 +99,8 @@ def summary(run: Run) -> str:
                 f"tokens       {speed.tokens_per_s:,.0f} tokens/s that count; {percent(speed.padding)} of the "
                 "positions are padding"
             )
+    if (mfu := utilization(run.events(), run.speed)) is not None:
+        lines.append(f"mfu          {percent(mfu)} of the devices' peak FLOP/s")
     if (of_run := goodput(run)).disturbed:
         lines.append(f"goodput      {of_run.sentence()}")
     lines.append(f"run          {run.url or run.path}")

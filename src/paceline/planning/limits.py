@@ -41,6 +41,16 @@ def no_blocks_to_recompute(remat: str) -> PlanProblem:
     )
 
 
+def no_blocks_to_offload() -> PlanProblem:
+    """Return the problem of offloaded activations with a model that has no repeated blocks."""
+    return PlanProblem(
+        "plan.no_blocks_to_offload",
+        "plan {plan} keeps the activations of blocks in host memory, but the model has no repeated blocks. Use "
+        "offload_activations=off.",
+        plan="offload_activations=on",
+    )
+
+
 def other_world(plan: Plan, world: int) -> PlanProblem | None:
     """Check that a plan has as many ranks as were started."""
     if plan.ranks == world:

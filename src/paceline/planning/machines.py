@@ -50,13 +50,14 @@ def machines(cluster: Cluster, calibration: Basis | None = None) -> Machines:
     devices = [_slowed(found[_likeness(host)], quota) for host, quota in zip(hosts, quotas, strict=True)]
     slowest = min(devices, key=_speed)
     memory_bytes = min(device.memory_bytes for host in alike.values() for device in host.devices)
+    host_memory_bytes = min(host.memory_bytes // len(host.devices) for host in alike.values())
     uneven = max(map(_speed, devices)) > 1.01 * _speed(slowest)
     each = _usual(len(host.devices) for host in hosts)
     count, per_host = domains(slowest, len(hosts), each)
     speeds = [_speed(device) / _speed(slowest) for device in devices]
     oversubscription, beyond = _oversubscription(hosts)
     return Machines(
-        device=replace(slowest, memory_bytes=memory_bytes),
+        device=replace(slowest, memory_bytes=memory_bytes, host_memory_bytes=host_memory_bytes),
         hosts=count,
         per_host=per_host,
         between=_between(cluster, hosts, slowest),

@@ -143,7 +143,7 @@ _KINDS = {
     **dict.fromkeys(("threads", "num_workers"), _whole(0)),
     "zero": _whole(1, most=3),
     "virtual": _whole(2, example="3"),
-    **dict.fromkeys(("offload", "sequence", "pin", "fused", "onednn"), _SWITCH),
+    **dict.fromkeys(("offload", "offload_activations", "sequence", "pin", "fused", "onednn"), _SWITCH),
     "schedule": _one_of(SCHEDULES),
     "remat": _one_of(REMATS),
     "precision": _one_of(get_args(Precision), optional=True),
@@ -190,6 +190,7 @@ class Plan:
     # pp: the modules that begin the second and later stages, separated by commas; "": balanced by measured cost
     cut: str = ""
     remat: Remat = "none"  # activation checkpointing: what the backward pass recomputes
+    offload_activations: bool = False  # keep what blocks save for the backward pass in host memory
     microbatches: int = 1  # parts of a data-parallel rank's share, computed one after the other
     precision: Precision | None = None  # compute dtype; None: the job's
     memory_format: MemoryFormat = "contiguous"  # layout of images and convolutions
@@ -274,8 +275,8 @@ class Plan:
 
     @property
     def splits(self) -> bool:
-        """True if a replica has more than one rank, or activations are recomputed (remat)."""
-        return self.ranks > self.dp or self.remat != "none"
+        """True if a replica has more than one rank, or activations are recomputed (remat) or offloaded."""
+        return self.ranks > self.dp or self.remat != "none" or self.offload_activations
 
     @property
     def inexact(self) -> str:

@@ -137,6 +137,7 @@ class Layouts:
             matrix_flops=self.matrices[0],
             matrix_numbers=self.matrices[1],
             offload=plan.offload,
+            offload_activations=plan.offload_activations and not self.machines.device.is_core,
             cut=_cut(plan, self.trace, self._places),
             sync_bytes=_sent_bytes(plan, self.trace, number),
             sync_every=sync.period,

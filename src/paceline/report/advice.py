@@ -184,7 +184,10 @@ _MEASURED_AS = {
 # Largest ratio between a measured and a predicted time, in either direction, that a factor may correct.
 _MOST = 5.0
 _TOP = 8  # number of plans to predict; their parallel degrees differ
-_DIVIDES = (*DEGREES, "zero", "offload", "sequence", "schedule", "virtual", "cut", "remat", "microbatches")
+_DIVIDES = (
+    *DEGREES,
+    *("zero", "offload", "sequence", "schedule", "virtual", "cut", "remat", "offload_activations", "microbatches"),
+)
 
 
 @dataclass(frozen=True)

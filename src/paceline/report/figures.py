@@ -292,6 +292,12 @@ DEFINITIONS: Mapping[str, Definition] = {
         "Tokens per second whose label counts = throughput × mean number of such tokens in a sample of rank 0. "
         "The padding is the share of the positions that hold no token.",
     ),
+    "mfu": Definition(
+        "MFU",
+        "Model FLOPs utilization (Chowdhery et al., 2022, arXiv:2204.02311) = FLOPs of the forward and backward pass "
+        "/ peak FLOPs of all devices in the median step time. Recomputation, padding and gradients of frozen weights "
+        "do not count.",
+    ),
     "round_time": Definition("round time", "Median wall-clock time of one round of clients, without warm-up."),
     "step_time": Definition("step time", "Median wall-clock time of one optimizer step, without warm-up."),
     "global_batch": Definition("global batch", "Samples per optimizer step, over all devices."),

@@ -35,6 +35,7 @@ from paceline.report.run_record import RunRecord, typical_parts
 from paceline.run.record.goodput import USEFUL, Goodput
 from paceline.run.record.progress import event_sentence
 from paceline.run.record.run import HARNESS, WARM_UP_STEPS, Run, Speed, read_lines, timed
+from paceline.run.record.utilization import utilization
 from paceline.text import listed, printable
 from paceline.units import Shown, digits, percent, seconds, size
 
@@ -124,7 +125,7 @@ def view_of(run: Run) -> dict[str, Any]:
         "start": start,
         "synthetic": bool(start.get("synthetic", False)),
         "verdict": _verdict(units.count(steps[-1]["step"], noun), end, elapsed_s),
-        "cards": _cards(run, record, end, elapsed_s, speed),
+        "cards": _cards(run, record, end, elapsed_s, speed, utilization(events, speed)),
         "speed": speed,
         "parts_s": parts_s,
         "sentences": sentences,
@@ -188,7 +189,12 @@ def _verdict(steps: str, end: dict[str, Any] | None, elapsed_s: float) -> str:
 
 
 def _cards(
-    run: Run, record: RunRecord, end: dict[str, Any] | None, elapsed_s: float, speed: Speed | None
+    run: Run,
+    record: RunRecord,
+    end: dict[str, Any] | None,
+    elapsed_s: float,
+    speed: Speed | None,
+    mfu: float | None,
 ) -> list[Card]:
     steps, noun = record.ranks[0], record.noun
     served = sync_info(run.plan.sync).served
@@ -207,6 +213,8 @@ def _cards(
         cards.append(
             Card("tokens", units.rate(speed.tokens_per_s, "tokens/s"), f"{units.percent(speed.padding)} padding")
         )
+    if mfu is not None:
+        cards.append(Card("mfu", units.percent(mfu), f"of the peak of {units.count(run.plan.ranks, 'device')}"))
     if speed is not None:
         cards.append(Card(f"{noun}_time", units.seconds(speed.step_s), f"over {units.count(len(timed(steps)), noun)}"))
     metrics: dict[str, float] = (_newest(record.events, "evaluation") or {"metrics": {}})["metrics"]

@@ -12,6 +12,7 @@ from typing import Any
 from paceline.comm import Group
 from paceline.data.loader import Position
 from paceline.data.parts import PartsFlow
+from paceline.device import is_accelerator
 from paceline.elastic.membership import StepBoundary
 from paceline.engine.engine import RankEngine, StepResult
 from paceline.engine.reduction import UnreadStep
@@ -32,6 +33,7 @@ from paceline.run.process import stop_signals
 from paceline.run.record.progress import PlainProgress
 from paceline.run.record.recorder import WITNESS, Board, Events, Remarks, StepInfo, StepRecorder, Witness
 from paceline.run.record.run import Run
+from paceline.run.record.utilization import FLOPS, PEAK, flops_of, peak_of
 from paceline.run.recovery.balance import Balancing
 from paceline.run.recovery.recutting import Recutting
 from paceline.sync.local import LocalRule
@@ -499,6 +501,7 @@ class Loop:
                 "classes": self.data.classes,
                 "balance_off": self.balancing.off,
                 "predicted_state_bytes": predicted_state_bytes(self.job, engine),
+                **self._of_devices(resumed=resumed),
             },
         )
         if self.witness is not None:
@@ -520,6 +523,13 @@ class Loop:
             flow = engine.loader.partition
             self.events("stream", {"parts": len(flow.deal.counts), "said": flow.warnings()})
         return reason
+
+    def _of_devices(self, *, resumed: bool) -> dict[str, Any]:
+        """Return the peak of accelerators and, in the first attempt, the FLOPs of a sample."""
+        run, known = self.run_directory, None
+        if self.group.rank == 0 and is_accelerator(self.engine.compute.device):
+            known = peak_of(self.job, run.plan, run.cluster)
+        return {PEAK: known} | ({} if resumed else {FLOPS: flops_of(self.job) if known else None})
 
     def _finish(self, reason: str) -> None:
         interrupted = reason in ("interrupted", "SIGINT", "SIGTERM")

@@ -13,9 +13,10 @@ from paceline.comm.group import Bucket
 from paceline.device import uploaded, widest_float
 from paceline.errors import BatchError, PlanError
 from paceline.job.batch import Batch
-from paceline.planning.limits import fitting_microbatches, no_blocks_to_recompute
+from paceline.planning.limits import fitting_microbatches, no_blocks_to_offload, no_blocks_to_recompute
 from paceline.planning.model.forward_pass import find_blocks, submodules
 from paceline.planning.plan import REPLICA, Plan
+from paceline.split.activation_offload import offload_activations
 from paceline.split.context_parallel import Context, divide_context
 from paceline.split.deferred_init import DeferredModel, allocate
 from paceline.split.expert import divide_experts, refuse_other_readers
@@ -160,6 +161,10 @@ class Split:
             if not blocks and self.pipeline is None:
                 raise PlanError.of_problems([no_blocks_to_recompute(plan.remat).about(plan)])
             self._undo.append(rematerialise(blocks, plan.remat))
+        if plan.offload_activations:
+            if not blocks and self.pipeline is None:
+                raise PlanError.of_problems([no_blocks_to_offload().about(plan)])
+            self._undo.append(offload_activations(blocks, self.mesh.world.device))
         if plan.compile != "off":
             self._undo.append(compile_blocks(blocks or self.modules, plan.compile, self.mesh.world.device))
         if plan.fsdp > 1:

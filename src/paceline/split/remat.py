@@ -47,7 +47,7 @@ def rematerialise(blocks: Sequence[nn.Module], how: Literal["selective", "block"
     cache again. Only the method `forward` of each instance is replaced, so hooks (including those of FSDP2) run once,
     outside of the recomputation.
     """
-    return _replace_forwards(blocks, partial(_rematerialised, how=how))
+    return replace_forwards(blocks, partial(_rematerialised, how=how))
 
 
 def compile_blocks(blocks: Sequence[nn.Module], mode: str, device: torch.device) -> Undo:
@@ -63,7 +63,7 @@ def compile_blocks(blocks: Sequence[nn.Module], mode: str, device: torch.device)
         PlanError: the mode is `reduce-overhead` and the device does not support graphs. The first forward pass also
             raises a PlanError if torch cannot compile on this machine.
     """
-    return _replace_forwards(
+    return replace_forwards(
         blocks,
         lambda block, forward: wraps(forward)(compiled(forward, mode, device, f"a {type(block).__name__}")),
     )
@@ -286,7 +286,7 @@ def compiled(forward: Forward, mode: str, device: torch.device, name: str) -> Fo
     return run
 
 
-def _replace_forwards(blocks: Sequence[nn.Module], replacement: Callable[[nn.Module, Forward], Forward]) -> Undo:
+def replace_forwards(blocks: Sequence[nn.Module], replacement: Callable[[nn.Module, Forward], Forward]) -> Undo:
     """Set `forward` on each instance; return a function that restores the previous `forward`."""
     before = [block.__dict__.get("forward") for block in blocks]
     for block in blocks:

@@ -213,6 +213,7 @@ def _rows(report: Report, one: MeasuredSetting | None) -> list[Row]:
         "step_time": lambda s: units.seconds(s.step_time_s),
         "throughput": lambda s: units.rate(s.throughput),
         "tokens": _tokens,
+        "mfu": lambda s: _or(s.mfu, "not available", units.percent),
         "training_time": lambda s: _or(s.training_time_s, "not trained to its end"),
         "time_to_target": lambda s: _or(s.time_to_target_s, "not reached"),
         "speedup": partial(compared, _speedup),
@@ -224,6 +225,7 @@ def _rows(report: Report, one: MeasuredSetting | None) -> list[Row]:
     }
     left_out = {
         "tokens": not any(s.tokens_per_sample for s in settings),
+        "mfu": all(s.mfu is None for s in settings),
         "training_time": not to_end,
         "time_to_target": not (to_end and report.target),
         "final_loss": all(s.final_loss is None for s in settings),

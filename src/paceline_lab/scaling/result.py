@@ -82,6 +82,7 @@ class MeasuredSetting:
         runs: paths of the run directories, relative to the benchmark's directory.
         pairs: speedup of each repeat compared with the one-device run of the same round.
         final_loss: mean training loss of the last steps, as the median over the repeats; None if a loss was not finite.
+        mfu: model FLOPs utilization, as the median over the repeats; None if the peak of the devices is unknown.
         rounds_s: step time in each round, in seconds; None for a round without a run of this setting.
     """
 
@@ -104,6 +105,7 @@ class MeasuredSetting:
     runs: list[str] = field(default_factory=list)
     pairs: list[float] = field(default_factory=list)
     final_loss: float | None = None
+    mfu: float | None = None
     rounds_s: list[float | None] = field(default_factory=list)
 
     @property

@@ -29,6 +29,7 @@ from paceline.planning.shortlist import Trial
 from paceline.report.figures import TARGETS, combined, figures_of, per_step
 from paceline.report.run_record import typical, typical_parts
 from paceline.run.record.run import WARM_UP_STEPS, JsonLines, Run, Speed, differences, read_lines
+from paceline.run.record.utilization import utilization
 from paceline.stats import Interval, differ, median_interval
 from paceline.storage.url import is_url
 from paceline_lab.scaling.result import Curve, MeasuredSetting, RankUse, Setting
@@ -51,6 +52,7 @@ class FinishedRun:
         other_cores: mean number of cores that other processes kept busy during the run; None if unknown.
         losses: training loss of each of the first 60 steps.
         final_loss: mean training loss of the last 10 steps; None if one of these losses was not finite.
+        mfu: model FLOPs utilization; None if the peak of the devices is unknown.
     """
 
     setting: str
@@ -69,6 +71,7 @@ class FinishedRun:
     losses: list[float | None]
     curve: Curve
     final_loss: float | None = None
+    mfu: float | None = None
 
 
 def finished(run: Run, setting: Setting, round_: int, name: str, other_cores: float | None) -> FinishedRun:
@@ -109,6 +112,7 @@ def finished(run: Run, setting: Setting, round_: int, name: str, other_cores: fl
         losses=[s["loss"] for s in steps[:PROOF_STEPS]],
         curve=_curve(steps),
         final_loss=_final_loss(steps),
+        mfu=utilization(run.events(), speed),
     )
 
 
@@ -149,6 +153,7 @@ def measured(
         curve=typical.curve,
         runs=[run.run for run in runs],
         final_loss=_median([run.final_loss for run in runs]),
+        mfu=_median([run.mfu for run in runs]),
         rounds_s=_by_round(runs),
     )
     return _compared(result, setting, runs, one, cores) if one and one[0].setting != setting.key else result

@@ -99,6 +99,7 @@ def test_a_run_is_read_from_its_directory_and_kept_as_a_line(tmp_path: Path) -> 
     assert (found.steps, found.samples, found.reason, found.other_cores) == (20, 8, "steps: 20 done", 0.25)
     assert found.losses == run.losses
     assert found.final_loss == pytest.approx(sum(run.losses[-10:]) / 10)
+    assert found.mfu is None, "the peak of a CPU is not known"
     assert sum(found.ranks[0].parts_s.values()) == pytest.approx(found.step_time_s)
     assert found.ranks[0].parts_s.keys() == set(PARTS)
     assert found.curve.samples[-1] == sum(step["samples"] for step in run.steps())

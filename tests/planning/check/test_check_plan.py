@@ -85,6 +85,7 @@ def assert_refused(
         ("fsdp=2 pp=2 microbatches=2", tokens(**RESNET), LARGE_SERVERS),
         ("cp=2 tp=2", tokens(model="bert"), LARGE_SERVERS),
         ("remat=selective", tokens(), LARGE_SERVERS),
+        ("fsdp=2 tp=2 pp=2 microbatches=2 remat=block offload_activations=on", tokens(), LARGE_SERVERS),
         ("fsdp=2", tokens(nonfinite="skip", batch_norm="sync", clip_norm=1.0), LARGE_SERVERS),
     ],
 )
@@ -282,6 +283,9 @@ def test_a_loss_that_compares_samples_is_refused_in_parts_whoever_computes_it(tm
         ("fsdp=2 memory_format=channels_last", RESNET, "channels_last_of_divided_models", {}),
         ("fsdp=2 compile=reduce-overhead", {}, "graphs_of_divided_models", {}),
         ("remat=block", LINEAR, "no_blocks_to_recompute", {}),
+        ("offload_activations=on", LINEAR, "no_blocks_to_offload", {}),
+        ("remat=selective offload_activations=on", {}, "offload_of_unsaved_tensors", {"works": "remat=block"}),
+        ("offload_activations=on compile=on", {}, "offload_of_unsaved_tensors", {"works": "compile=off"}),
         (
             "pp=2 schedule=zero-bubble microbatches=2 compile=on",
             {},

@@ -105,6 +105,7 @@ def test_a_plan_without_need_for_warnings_has_none(plan: str, work: Job, cluster
         ("pp=2 dp=3 microbatches=2", SERVERS, gpt(), "so 1 will be used; a global batch of 12 divides evenly."),
         ("cp=4", SERVERS, gpt(), "the last of 4 ranks has the most work; sequences of 16 tokens are divided evenly."),
         ("fsdp=2 offload=on", LAPTOP, gpt(), "offload=off has the same effect."),
+        ("dp=2 offload_activations=on", LAPTOP, gpt(), "offload_activations=off has the same effect."),
         ("tp=2", SERVERS, gpt(model="bert"), "257 is not a multiple of 2; a vocabulary of 258 would be divided."),
         (
             "dp=2 microbatches=2",

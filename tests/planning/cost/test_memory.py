@@ -19,9 +19,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from paceline.cluster.catalogue import CATALOGUE
 from paceline.job.job import Job
 from paceline.job.model import Dimensions
-from paceline.planning.cost.estimate import predict_layout
+from paceline.planning.cost.estimate import memory_fits, predict_layout
 from paceline.planning.cost.layout import FrameworkProfile, Layout, Machines
-from paceline.planning.cost.memory import HOLDERS, capacity_bytes, memory
+from paceline.planning.cost.memory import HOLDERS, capacity_bytes, memory, offloaded_bytes
 from paceline.planning.model.graph import BlockTrace, ModelTrace
 from paceline.planning.model.model_info import trace
 from paceline.planning.model.transformer import transformer
@@ -346,6 +346,17 @@ def test_what_is_kept_whole_takes_longer_to_the_host_than_layers_inputs_do() -> 
         for remat in ("none", "block")
     )
     assert whole > 5 * inputs
+
+
+def test_activations_beyond_the_hosts_memory_do_not_fit() -> None:
+    little = replace(MACHINES, device=replace(H100, host_memory_bytes=2**20))
+    there = laid_out(offload_activations=True)
+    assert predict_layout(there).fits
+    assert memory_fits(there)
+    beyond = replace(there, machines=little)
+    assert not predict_layout(beyond).fits
+    assert not memory_fits(beyond)
+    assert offloaded_bytes(laid_out(offload_activations=True, remat="block")) < offloaded_bytes(there)
 
 
 def test_adapters_need_neither_gradients_nor_state_of_the_weights() -> None:

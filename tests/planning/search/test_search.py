@@ -129,7 +129,7 @@ def test_the_best_plan_is_that_of_looking_at_all(job: Job, cluster: Cluster) -> 
         assert not times
         return
     if not times:
-        assert all(candidate.plan.offload for candidate in found.best)
+        assert all(one.plan.offload or one.plan.offload_activations for one in found.best)
         return
     assert found.fastest.prediction.step_time_s == pytest.approx(min(times), rel=1e-9)
     assert found.gap == 0
@@ -231,6 +231,14 @@ def test_state_goes_to_host_memory_only_where_nothing_else_helps() -> None:
     best = search(job, gpus(1, 2, memory_gb=2.4)).best[0]
     assert best.plan.offload
     assert "offload" in best.prediction.notes[-1]
+
+
+def test_activations_go_to_host_memory_only_where_they_are_what_does_not_fit() -> None:
+    job = gpt(batch=1, layers=48, hidden=256, heads=4, seq=16384)
+    assert not search(job, gpus(1, 1, memory_gb=40)).best[0].plan.offload_activations
+    best = search(job, gpus(1, 1, memory_gb=2.4)).best[0]
+    assert best.plan.offload_activations
+    assert not best.plan.offload
 
 
 class TwoLayers(nn.Module):

@@ -125,6 +125,21 @@ def test_a_dry_run_finds_what_real_ranks_do(plan: str, ranks: Ranks) -> None:
     assert stage.peak_bytes == pytest.approx(peak_bytes, rel=0.1)
 
 
+def test_a_dry_run_counts_offloaded_activations_as_memory_of_the_host() -> None:
+    tokens = 512  # a block's input has 2 MiB
+    long = {
+        "model": {"zoo": "gpt", "args": {**GPT["args"], "layers": 8, "context": tokens}},  # type: ignore[dict-item]
+        "data": {**SENTENCES, "shape": [tokens]},
+    }
+    [kept, again, moved, least] = (
+        dry(f"dp=8 {keys}", **long).stages[0]
+        for keys in ("", "remat=block", "offload_activations=on", "remat=block offload_activations=on")
+    )
+    assert least.state == moved.state == kept.state
+    assert moved.peak_bytes < 0.6 * kept.peak_bytes
+    assert least.peak_bytes < again.peak_bytes
+
+
 @pytest.mark.slow
 def test_a_dry_run_shows_what_a_plan_saves() -> None:
     [kept] = dry("dp=8").stages

@@ -101,6 +101,7 @@ _MOST_VIRTUAL = 12
 _CHOICES: dict[str, tuple[Any, ...]] = {
     "zero": (3, 2, 1),
     "offload": (False, True),
+    "offload_activations": (False,),
     "sequence": (False,),
     "schedule": ("1f1b", "interleaved", "gpipe"),
     "remat": ("none",),
@@ -441,9 +442,14 @@ def _uneven_attention(context: PlanContext) -> Iterator[str]:
 
 def _nothing_to_offload_to(context: PlanContext) -> Iterator[str]:
     plan, cluster = context.plan, context.cluster
-    if plan.offload and plan.fsdp > 1 and not cluster.has_accelerators:
+    if cluster.has_accelerators:
+        return
+    if plan.offload and plan.fsdp > 1:
         kept = "keeps shards in host memory, but ranks without a GPU always keep them there"
         yield f"plan {plan} {kept}; offload=off has the same effect."
+    if plan.offload_activations:
+        kept = "keeps activations in host memory, but ranks without a GPU always keep them there"
+        yield f"plan {plan} {kept}; offload_activations=off has the same effect."
 
 
 def _statistics_of_microbatches(context: PlanContext) -> Iterator[str]:

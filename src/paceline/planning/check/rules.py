@@ -476,7 +476,7 @@ def _without_loss_scale(key: str) -> None:
         )
 
 
-for _key in ("fsdp", "tp", "pp", "cp", "ep", "remat", "sync", "compress"):
+for _key in ("fsdp", "tp", "pp", "cp", "ep", "remat", "offload_activations", "sync", "compress"):
     _without_loss_scale(_key)
 
 

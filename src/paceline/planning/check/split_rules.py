@@ -10,6 +10,7 @@ from paceline.job.loss import build_metrics
 from paceline.planning.check.plan_context import Check, PlanContext, memory_shortage, registering
 from paceline.planning.limits import (
     no_attention,
+    no_blocks_to_offload,
     no_blocks_to_recompute,
     sharded_twice,
     too_many_stages,
@@ -266,6 +267,31 @@ def _nothing_to_compute_again(context: PlanContext) -> PlanProblem | None:
     if plan.remat == "none" or plan.pp > 1 or context.model_info.blocks:
         return None
     return no_blocks_to_recompute(plan.remat)
+
+
+@_check("offload_activations", "pp")
+def _nothing_to_offload(context: PlanContext) -> PlanProblem | None:
+    plan = context.plan
+    if not plan.offload_activations or plan.pp > 1 or context.model_info.blocks:
+        return None
+    return no_blocks_to_offload()
+
+
+@_check("offload_activations", "remat", "compile")
+def _offload_of_unsaved_tensors(context: PlanContext) -> PlanProblem | None:
+    """Refuse to offload activations that autograd does not save one by one."""
+    plan = context.plan
+    key = "remat" if plan.remat == "selective" else "compile" if plan.compile != "off" else ""
+    if not plan.offload_activations or not key:
+        return None
+    return PlanProblem(
+        "plan.offload_of_unsaved_tensors",
+        "plan {plan} offloads the tensors that autograd saves, but with {key}={value} others decide what is kept. Use "
+        "{works}, or offload_activations=off.",
+        key=key,
+        value=getattr(plan, key),
+        works="remat=block" if key == "remat" else "compile=off",
+    )
 
 
 @_check("compile", "schedule", "pp")

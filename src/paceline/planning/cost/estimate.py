@@ -26,8 +26,9 @@ from paceline.planning.cost.layout import (
     served_s,
 )
 from paceline.planning.cost.measured import measured_inputs, measured_memory
-from paceline.planning.cost.memory import capacity_bytes, kept_bytes, memory, trained_part
+from paceline.planning.cost.memory import capacity_bytes, host_fits, kept_bytes, memory, offloaded_bytes, trained_part
 from paceline.planning.cost.stages import StageCost, StepInputs, exposed_s, hop_s, pipeline_s, simulated, stage_times
+from paceline.units import size
 
 
 def predict_layout(layout: Layout) -> Prediction:
@@ -38,7 +39,7 @@ def predict_layout(layout: Layout) -> Prediction:
     held |= copies(layout, held)
     used = int(sum(held.values()))
     peak = peak_flops(device_of(layout), layout.precision) * layout.ranks
-    flops = 3 * layout.trace.flops * layout.global_batch
+    flops = sum(layout.trace.training_flops) * layout.global_batch
     return Prediction(
         step_time_s=step,
         memory_bytes=used,
@@ -46,13 +47,21 @@ def predict_layout(layout: Layout) -> Prediction:
         mfu=flops / step / peak if peak else None,
         breakdown=parts,
         memory=held,
-        fits=used <= capacity_bytes(layout),
+        fits=used <= capacity_bytes(layout) and host_fits(layout),
+        notes=_notes(layout),
     )
 
 
+def _notes(layout: Layout) -> tuple[str, ...]:
+    if not layout.offload_activations:
+        return ()
+    here = size(layout.machines.device.host_memory_bytes)
+    return (f"a rank keeps activations of {size(offloaded_bytes(layout))} in host memory; its share of it is {here}",)
+
+
 def memory_fits(layout: Layout) -> bool:
-    """True if the predicted peak memory of a layout fits on its devices."""
-    return sum(measured_memory(layout, memory(layout)).values()) <= capacity_bytes(layout)
+    """True if the predicted peak memory of a layout fits on devices and hosts."""
+    return sum(measured_memory(layout, memory(layout)).values()) <= capacity_bytes(layout) and host_fits(layout)
 
 
 def copies(layout: Layout, held: dict[str, float]) -> dict[str, float]:

@@ -98,9 +98,10 @@ def measured_inputs(layout: Layout) -> StepInputs | None:
 def calibration_of(layout: Layout) -> Calibration | None:
     """Return the calibration of a layout's machines.
 
-    The result is None if there is none, or if it lacks pass timings or calibration points.
+    The result is None if there is none, or if it lacks pass timings or calibration points. It is also None for
+    offloaded activations, which no calibration measures.
     """
-    found = layout.machines.calibration
+    found = None if layout.offload_activations else layout.machines.calibration
     return found if found is not None and found.timings and found.points else None
 
 

@@ -33,6 +33,8 @@ HOLDERS = (
 RUNTIME_BYTES = 1.4e9
 # a process with torch, the engine and a small data set
 RUNTIME_BYTES_ON_CPU = 3.95e8
+# mean factor by which torch rounds pinned host memory up to a power of two
+PINNED_ROUNDING = 1.44
 # fraction of a step's temporary memory lost to fragmentation
 FRAGMENTS = 0.03
 # share of a GPU for its driver and for prediction errors; proposed plans leave it free
@@ -129,6 +131,22 @@ def usable_bytes(layout: Layout) -> float:
     On GPUs, the remaining memory is reserved for the driver and for prediction errors.
     """
     return capacity_bytes(layout) * (1 if layout.machines.device.is_core else 1 - RESERVE)
+
+
+def offloaded_bytes(layout: Layout) -> float:
+    """Return the largest number of bytes of activations that a rank keeps in host memory."""
+    if not layout.offload_activations:
+        return 0.0
+    kept = max(
+        sum(held.kept * count for held, count in zip(chunks, _in_flight(layout, stage), strict=True))
+        for stage, chunks in _ranks(layout, _memory_model(layout.framework.name))
+    )
+    return PINNED_ROUNDING * kept * layout.samples / layout.cp * layout.number_bytes
+
+
+def host_fits(layout: Layout) -> bool:
+    """Return True if the offloaded activations fit in a rank's share of the host's memory."""
+    return offloaded_bytes(layout) <= layout.machines.device.host_memory_bytes
 
 
 def _of_rank(

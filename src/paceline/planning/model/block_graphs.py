@@ -66,7 +66,7 @@ def estimated(model_info: ModelInfo, tokens: int, why: str) -> ModelTrace:
         f"{why}: FLOPs are estimated as 2 · parameters · tokens, and activations from the widths of matrices. Measured "
         "blocks replace these estimates"
     )
-    return ModelTrace(tuple(_kinds(alike)), tokens=tokens, names=names, notes=(note,), plain_head=False)
+    return ModelTrace(tuple(_kinds(alike)), tokens=tokens, names=names, notes=(note,), plain_head=False, estimated=True)
 
 
 def _estimated(kind: str, name: str, shapes: list[ParameterShape], tokens: int, tables: Sequence[str]) -> BlockTrace:
@@ -74,7 +74,7 @@ def _estimated(kind: str, name: str, shapes: list[ParameterShape], tokens: int, 
     gemms: Counter[Gemm] = Counter()
     for shape in matrices:
         experts, *sizes = shape.sizes if shape.expert and len(shape.sizes) > 2 else (0, *shape.sizes)
-        gemms[Gemm(tokens, sizes[0], prod(sizes[1:]), experts=experts)] += 1
+        gemms[Gemm(tokens, sizes[0], prod(sizes[1:]), experts=experts, frozen=not shape.trainable)] += 1
     wide = float(tokens * sum(gemm.n * often for gemm, often in gemms.items()))
     of_experts = sum(shape.numel for shape in shapes if shape.expert)
     return BlockTrace(
@@ -181,7 +181,8 @@ class _Builder:
             experts = max((size[0] for size in sizes if len(size) > 2), default=len(weights))
             times = len(weights) if len(sizes[0]) > 2 else 1
             rows = sum(product.flops for product in products) / (2 * n * k * self.samples * times)
-            gemms.append(Gemm(rows, n, k, times=times, experts=experts))
+            frozen = not any(self.shapes[weight].trainable for weight in weights)
+            gemms.append(Gemm(rows, n, k, times=times, experts=experts, frozen=frozen))
         return tuple(gemms)
 
     def _gemm(self, product: Product, how: Divided) -> Gemm:
@@ -198,6 +199,7 @@ class _Builder:
             read=product.read / self.samples,
             taps=product.taps,
             data=product.data,
+            frozen=bool(product.weight) and not self.shapes[product.weight].trainable,
         )
 
 

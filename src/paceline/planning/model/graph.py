@@ -31,6 +31,7 @@ class Gemm:
             else 0.
         taps: number of positions in the kernel of a convolution, each with k / taps channels; 1 for other products.
         data: True if the left operand depends only on the batch, and therefore needs no gradient.
+        frozen: True if the right operand is a weight that is not trained, and therefore needs no gradient.
     """
 
     rows: float
@@ -44,6 +45,7 @@ class Gemm:
     read: float = 0.0
     taps: int = 1
     data: bool = False
+    frozen: bool = False
 
     @property
     def flops(self) -> float:
@@ -133,6 +135,17 @@ class BlockTrace:
         return sum(gemm.flops for gemm in self.gemms)
 
     @cached_property
+    def training_flops(self) -> tuple[float, float]:
+        """FLOPs of one sample in the forward and backward pass, without recomputation.
+
+        The first number is of products with weights and grows with the tokens. The second is of products of
+        activations, as in attention, and grows with the square of the tokens. The backward pass computes two gradients
+        of each product, but only one for a frozen weight, and none before the first trained parameter.
+        """
+        each = [(gemm.batch, gemm.flops * (1 if not self.trained else 2 if gemm.frozen else 3)) for gemm in self.gemms]
+        return sum(flops for batch, flops in each if not batch), sum(flops for batch, flops in each if batch)
+
+    @cached_property
     def reduced(self) -> float:
         """Elements per sample in one tp all-reduce.
 
@@ -173,6 +186,7 @@ class ModelTrace:
         notes: sentences on facts that could not be determined.
         sparse: embedding tables with sparse gradients.
         plain_head: True if the logits are exactly the output of a linear layer, which can compute its loss in chunks.
+        estimated: True if the FLOPs are estimated from the parameters alone.
     """
 
     blocks: tuple[BlockTrace, ...]
@@ -182,6 +196,7 @@ class ModelTrace:
     notes: tuple[str, ...] = ()
     sparse: tuple[SparseTable, ...] = ()
     plain_head: bool = True
+    estimated: bool = False
 
     def __hash__(self) -> int:
         """Hash, computed only once: searches look traces up thousands of times."""
@@ -200,6 +215,12 @@ class ModelTrace:
     def flops(self) -> float:
         """Forward FLOPs of one sample."""
         return sum(block.flops for block in self.blocks)
+
+    @cached_property
+    def training_flops(self) -> tuple[float, float]:
+        """FLOPs of one sample in a training step; see `BlockTrace.training_flops`."""
+        weights, activations = zip(*(block.training_flops for block in self.blocks), strict=True)
+        return sum(weights), sum(activations)
 
     @cached_property
     def runs(self) -> tuple[tuple[BlockTrace, int], ...]:

@@ -18,7 +18,7 @@ from paceline.planning.search.space import Excluded, Space
 from paceline.units import count, percent, size
 
 # keys that add complexity if they differ from their default
-_MOVING = ("fsdp", "tp", "pp", "cp", "ep", "remat", "offload", "sequence", "cut", "schedule")
+_MOVING = ("fsdp", "tp", "pp", "cp", "ep", "remat", "offload", "offload_activations", "sequence", "cut", "schedule")
 
 
 @dataclass(frozen=True)

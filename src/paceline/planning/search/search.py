@@ -23,7 +23,7 @@ from paceline.planning.arguments import AnyCluster, AnyJob, cluster_of, job_of
 from paceline.planning.cost.estimate import predict_layout
 from paceline.planning.cost.layout import Layout
 from paceline.planning.cost.measured import calibration_of
-from paceline.planning.cost.memory import memory, usable_bytes
+from paceline.planning.cost.memory import host_fits, memory, usable_bytes
 from paceline.planning.machines import factor_of, machines
 from paceline.planning.model.graph import ModelTrace
 from paceline.planning.plan import DEGREES, REMATS, Plan, Remat
@@ -67,8 +67,10 @@ def search(
     solver = BranchAndBound(space, layouts, top)
     gap = solver.run()
     # offload is the slowest way to save memory, so it is tried only if no other plan works
-    if not solver.found and cluster.has_accelerators and not base.offload:
-        offloaded = Space(job, cluster, replace(base, offload=True), layouts.trace)
+    for keys in _OFFLOADS if cluster.has_accelerators else ():
+        if solver.found or any(getattr(base, key) for key in keys):
+            break
+        offloaded = Space(job, cluster, replace(base, **dict[str, Any](dict.fromkeys(keys, True))), layouts.trace)
         again = BranchAndBound(offloaded, layouts, top)
         gap = again.run()
         space, solver = (offloaded, again) if again.found else (space, solver)
@@ -124,6 +126,8 @@ _LISTED = 1.1
 _LIST_EVALUATIONS = 300
 # further plans that are tried if the list is too short
 _FILL = 150
+# plan keys that are tried in turn if no plan works without them
+_OFFLOADS = (("offload_activations",), ("offload",), ("offload", "offload_activations"))
 _OFFLOADED = "this time does not include the transfers of state between host memory and devices (offload)"
 # number of predicted plans that ends the search; the gap then bounds how far the result may be from the best
 _MOST_EVALUATIONS = 8000
@@ -370,7 +374,7 @@ class BranchAndBound:
         """Predict a plan if it is valid and fits the memory."""
         layout = self.layout_of(choice, **settings)
         fits = self.bounds.fits(smallest(layout)) and self.bounds.fits(layout)
-        if not fits or sum(memory(layout).values()) > usable_bytes(layout):
+        if not fits or sum(memory(layout).values()) > usable_bytes(layout) or not host_fits(layout):
             self.rejections.out_of_memory += 1
         elif (refusal := self.space.legal.refusal(self.values_of(choice) | settings)) is not None:
             self.rejections.refuse(*refusal)

@@ -302,6 +302,7 @@ class Speed:
             the run is active.
         tokens: mean number of tokens per sample whose label counts, of rank 0; None if the data has no tokenizer.
         padding: share of the positions of rank 0's samples that hold no token; None if the data has no tokenizer.
+        filled: mean number of positions per sample of rank 0 that hold a token; None if the data has no tokenizer.
     """
 
     step_s: float
@@ -309,6 +310,7 @@ class Speed:
     overall: float | None = None
     tokens: float | None = None
     padding: float | None = None
+    filled: float | None = None
 
     @classmethod
     def of(cls, steps: Sequence[dict[str, Any]], training_time_s: float = 0.0) -> Speed | None:
@@ -338,14 +340,14 @@ class Speed:
         return None if overall is None or abs(overall / self.throughput - 1) <= _ALIKE else overall
 
 
-def _tokens(steps: Sequence[dict[str, Any]]) -> tuple[float | None, float | None]:
-    """Return the tokens per sample and the padding share, if steps have them."""
+def _tokens(steps: Sequence[dict[str, Any]]) -> tuple[float | None, float | None, float | None]:
+    """Return `Speed.tokens`, `padding` and `filled`, if steps have them."""
     counted = [(s["data"], s["local_samples"]) for s in steps if "positions" in s.get("data", {})]
     positions, samples = sum(data["positions"] for data, _ in counted), sum(count for _, count in counted)
     if not positions or not samples:
-        return None, None
+        return None, None, None
     tokens, padding = (sum(data[key] for data, _ in counted) for key in ("tokens", "padding"))
-    return tokens / samples, padding / positions
+    return tokens / samples, padding / positions, (positions - padding) / samples
 
 
 def timed(steps: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
