@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 from paceline.errors import ClusterError
@@ -411,6 +411,19 @@ def has_bf16(device: torch.device) -> bool:
     return _works(multiply)
 
 
+def has_fp8(device: torch.device) -> bool:
+    """Return True if a device multiplies float8 matrices."""
+    import torch
+
+    def multiply(dtype: torch.dtype) -> None:
+        ones = torch.ones(16, 16, device=device).to(dtype)
+        scale = torch.ones((), device=device)
+        torch._scaled_mm(ones, ones.t(), scale, scale, out_dtype=torch.bfloat16).sum().item()
+
+    # AMD's MI300 has a format of its own
+    return any(_works(partial(multiply, dtype)) for dtype in (torch.float8_e4m3fn, torch.float8_e4m3fnuz))
+
+
 @cache
 def _has_kernels(device_type: str, *operators: str) -> bool:
     import torch
@@ -515,6 +528,7 @@ class Capabilities:
     batch_norm_kernels: bool
     collectives: str | None
     bf16: bool
+    fp8: bool
     float64: bool
 
 
@@ -538,5 +552,6 @@ def capabilities(device: torch.device) -> Capabilities:
         batch_norm_kernels=has_batch_norm_kernels(device),
         collectives=collectives,
         bf16=has_bf16(device),
+        fp8=has_fp8(device),
         float64=widest_float(device) == torch.float64,
     )

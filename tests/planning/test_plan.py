@@ -133,7 +133,7 @@ def test_a_plan_for_gpus_on_a_machine_without_them_is_refused(
         ("threads=-1", "plan.wrong_value", {"key": "threads", "value": "-1"}),
         ("dp=²", "plan.wrong_value", {"key": "dp", "value": "²"}),
         ("dp=" + "9" * 5000, "plan.wrong_value", {"key": "dp"}),
-        ("precision=fp8", "plan.wrong_value", {"takes": "fp32 or bf16 or fp16 or fp64", "value": "fp8"}),
+        ("precision=fp4", "plan.wrong_value", {"takes": "fp32 or bf16 or fp16 or fp8 or fp64", "value": "fp4"}),
         ("compile=max", "plan.wrong_value", {"takes": "off or on or reduce-overhead", "value": "max"}),
         ("transport=ucx", "plan.value_refused", {"value": "ucx", "reason": re.compile("shm or gloo or tcp")}),
         ("compile", "plan.key_without_value", {"example": "compile=on"}),
@@ -167,7 +167,7 @@ def test_every_mistake_in_a_text_is_named_at_once() -> None:
         {"threads": -1},
         {"pin": 1},
         {"compile": True},
-        {"precision": "fp8"},
+        {"precision": "fp4"},
         {"sync": "none"},
     ],
 )

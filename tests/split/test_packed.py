@@ -130,6 +130,7 @@ def refused(plan: str, precision: str) -> str | None:
         ("tp=2", "fp32"),
         ("cp=2", "fp32"),
         ("dp=2", "bf16"),
+        ("dp=2", "fp8"),
         pytest.param("fsdp=2", "bf16", marks=pytest.mark.slow),
         pytest.param("pp=2 microbatches=2", "fp32", marks=pytest.mark.slow),
     ],
@@ -211,6 +212,10 @@ def test_a_model_whose_attention_has_no_effect_at_first_is_refused_once_it_has()
 
 def test_a_users_own_model_with_the_mask_of_the_refusal_trains() -> None:
     assert len(steps(Confined(), "dp=1", packed(), "fp32")["losses"]) == 3
+
+
+def test_scales_of_float8_do_not_count_as_an_influence_between_documents() -> None:
+    assert len(steps(gpt(), "dp=1", packed(), "fp8")["losses"]) == 3
 
 
 def test_a_masked_model_of_the_zoo_confines_documents_as_well() -> None:

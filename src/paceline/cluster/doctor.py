@@ -337,6 +337,7 @@ _EXTRAS = {
 _CAPABILITIES = {
     "collectives": ("collectives", "one rank only, as ranks cannot send each other what is on the devices"),
     "bf16": ("bf16", "precision: fp32 or fp16 in the job"),
+    "fp8": ("fp8", "precision=fp8 is refused"),
     "streams": ("streams", "copies for checkpoints wait their turn in the queue of the computation"),
     "timed_events": ("timed events", "parts of a step are timed by the host, which runs ahead of the device"),
     "pinned_memory": ("pinned memory", "the host waits while a batch is copied to the device"),

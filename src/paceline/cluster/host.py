@@ -34,6 +34,7 @@ class Device(Part):
     name: str
     memory_bytes: int = Field(ge=1)  # for a core, an equal share of the host's memory
     bf16: bool | None = None  # arithmetic in hardware; None if unknown
+    fp8: bool | None = None  # as bf16
     graphs: bool | None = None  # True if torch can capture and replay graphs on the device; None if not queried
 
 

@@ -168,7 +168,7 @@ _DRIVER_SIGNS = ("/dev/nvidiactl", "/proc/driver/nvidia/version", "/dev/dxg")
 _PCIE_GBPS_PER_LANE = {1: 2.0, 2: 4.0, 3: 7.877, 4: 15.754, 5: 31.508, 6: 60.5}
 # per link, by nvmlNvlinkVersion_t (7 is NVLink 5)
 _NVLINK_GBPS = {1: 160.0, 2: 200.0, 3: 200.0, 4: 200.0, 5: 200.0, 6: 200.0, 7: 400.0}
-_BF16_SINCE = (8, 0)  # compute capability
+_BF16_SINCE, _FP8_SINCE = (8, 0), (8, 9)  # compute capability
 
 
 class Gpus(NamedTuple):
@@ -279,6 +279,7 @@ def _device(nvml: Any, index: int, handle: Any) -> Device:
         # a GPU that shares the memory of the host reports no memory
         memory_bytes=memory.total if memory else _memory_of_the_host(),
         bf16=tuple(capability) >= _BF16_SINCE if capability else None,
+        fp8=tuple(capability) >= _FP8_SINCE if capability else None,
     )
 
 

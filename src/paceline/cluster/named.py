@@ -235,6 +235,7 @@ def hosts_of(named: NamedCluster) -> tuple[Host, ...]:
                 name=device.name,
                 memory_bytes=device.memory_bytes,
                 bf16=device.peak_flops["bf16"] > device.peak_flops["fp32"],
+                fp8="fp8" in device.peak_flops,
             )
             for i in range(named.per_host)
         )

@@ -26,6 +26,7 @@ from paceline.engine.packed_check import PackedCheck
 from paceline.errors import DataError
 from paceline.job.batch import Batch, place, rows, split, target_of
 from paceline.job.experts import add_counts, moe_counts, routers_of, weigh_balance
+from paceline.job.job import base_precision
 from paceline.job.loss import Loss, Metric
 from paceline.job.loss_items import IGNORED, call, declares_mean, has_pairs, is_known, refused_batch, trimmed
 from paceline.planning.cost.layout import BYTES
@@ -35,12 +36,14 @@ from paceline.split.remat import compiled
 from paceline.sync import Replica
 
 if TYPE_CHECKING:
+    from torchao.float8 import Float8LinearConfig
+
     from paceline.engine.reference import Reference
     from paceline.engine.split_model import ShardReads
     from paceline.split.apply import Split
 
 _AS_IT_IS = nullcontext()
-_NARROW = {"bf16": torch.bfloat16, "fp16": torch.float16}
+_NARROW = {"bf16": torch.bfloat16, "fp8": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass
@@ -84,6 +87,7 @@ class Compute(ABC):
         trims: True if positions after the last label that counts are not computed. Microbatches then differ in length,
             so pipelines, divided sequences and compiled models compute all positions.
         reference: log-probabilities under the weights before training; None if the loss has no reference.
+        float8: configuration of the layers of a whole model that multiply in float8.
         reads: check that refuses reads of parameter shards outside of the model; None if each rank holds all
             parameters.
     """
@@ -91,6 +95,7 @@ class Compute(ABC):
     replica: Replica
     reads: ShardReads | None = None
     chunks: ChunkedHead | None = None
+    float8: Float8LinearConfig | None = None
     reference: Reference | None = None
 
     def __init__(
@@ -337,6 +342,11 @@ class WholeModel(Compute):
     def __init__(self, model: nn.Module, loss: Loss, loader: Loader, plan: Plan, group: Group, precision: str) -> None:
         super().__init__(model, loss, loader, plan, group, group, precision, None)
         self.chunked(head_in(model, loader, loss, plan, precision), model)
+        if precision == "fp8":
+            from paceline.split import float8  # imports torchao
+
+            self.normalization.remarks.append(float8.mark(model, self.device))
+            self.float8 = float8.convert([model], self.device)
         if plan.compile != "off":
             self.forward = compiled(model, plan.compile, self.device, "the model")
 
@@ -412,7 +422,7 @@ def head_in(
         return None
     samples = -(-loader.largest_share() // plan.microbatches)
     labels = target[:1].numel() * samples // plan.cp
-    number_bytes = BYTES.get(precision, 4)
+    number_bytes = BYTES.get(base_precision(precision), 4)
     return find_head(
         model, loss, example, partial(call, loss=loss), labels=labels, number_bytes=number_bytes, tp=plan.tp
     )

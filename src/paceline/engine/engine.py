@@ -324,6 +324,10 @@ class RankEngine:
             held.callback(self.replica_state.close)
             if self.split is not None:
                 held.callback(self.split.close)
+            elif self.compute.float8 is not None:
+                from paceline.split.float8 import restore
+
+                held.callback(restore, self.model, self.compute.float8)
             held.callback(self.rule.detach)
 
     @property

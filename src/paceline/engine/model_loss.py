@@ -8,7 +8,7 @@ unchanged, shifted by a token, or masked.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 from paceline.device import widened, widest_float
 from paceline.errors import PlanError
 from paceline.job.batch import Batch, rows, split
+from paceline.job.job import base_precision
 from paceline.job.loss_items import IGNORED, ModelsOwn, Term
 from paceline.planning.model.recorder import restored
 
@@ -68,7 +69,7 @@ def examine(compute: Compute) -> list[str]:
         )
     mean = sum(value * n for value, n in values if n) / (sum(n for _, n in values) or 1.0)
     difference = abs(mean - whole) / (abs(whole) or 1.0)
-    if difference != difference or difference <= _TOLERANCE[compute.precision]:
+    if difference != difference or difference <= _TOLERANCE[base_precision(compute.precision)]:
         return said
     found = (
         f"the model's loss of {rows(example)} samples is {whole:.6g}, but the mean over two halves is {mean:.6g} "
@@ -94,7 +95,13 @@ def examine(compute: Compute) -> list[str]:
 @contextmanager
 def evaluating(compute: Compute) -> Iterator[None]:
     """Return a context with the model in eval mode, without gradients, and restored afterwards."""
-    with restored(compute.model), torch.no_grad():
+    exact: AbstractContextManager[None] = nullcontext()
+    if compute.precision == "fp8":
+        from paceline.split.float8 import without_float8  # imports torchao
+
+        # a check compares the outputs of a sample within different batches
+        exact = without_float8()
+    with restored(compute.model), torch.no_grad(), exact:
         compute.model.eval()
         yield
 

@@ -23,6 +23,7 @@ from paceline.device import widened, widest_float
 from paceline.engine.model_loss import evaluating
 from paceline.errors import DataError, JobError
 from paceline.job.batch import rows
+from paceline.job.job import base_precision
 from paceline.job.loss_items import IGNORED
 from paceline.planning.model.recorder import tensors_within
 
@@ -77,19 +78,19 @@ class PackedCheck:
             self._check()
 
     def _check(self) -> None:
-        compute = self.compute
+        compute, precision = self.compute, base_precision(self.compute.precision)
         trial = _trial(compute.loader.example(1))
         forward = getattr(compute.model, "forward", None)
         if compute.split is None and forward is not None and not _takes_positions(forward):
             raise _refusal("its forward takes no position_ids")
         with _AttentionWatch() as watch:
             changes = self._changes(trial, ("neighbours",), compute.autocast)
-        self._refuse(changes, _ROUNDING[compute.precision])
+        self._refuse(changes, _ROUNDING[precision])
         exact, confined_by = not changes["neighbours"], watch.found
-        low = compute.precision in ("bf16", "fp16")
+        low = precision in ("bf16", "fp16")
         # Without autocast if possible, because rounding in half precision could hide a small influence.
         autocast = nullcontext if low and not compute.casts else compute.autocast
-        limit = _ROUNDING["fp32" if autocast is nullcontext else compute.precision]
+        limit = _ROUNDING["fp32" if autocast is nullcontext else precision]
         with _without_tf32():
             changes = self._changes(trial, ("neighbours", "place", "own"), autocast)
         own = changes.pop("own")

@@ -78,13 +78,19 @@ def without_memory(
         )
     refused = _refused_by_undivided(recorded.model, example, loss)
     head = None if refused is not None else head_in(recorded.model, loader, loss, plan, precision, example)
+    remarks: list[str] = []
+    if precision == "fp8":
+        from paceline.split import float8  # imports torchao
+
+        remarks.append(float8.mark(recorded.model, mesh.world.device))
     try:
         made = Split(recorded, plan, mesh, example, partial(call, loss=loss), precision=precision)
     except Exception as error:
         if refused is not None:
             raise refused from error
         raise
-    made.refused, made.head = refused, head
+    made.refused, made.head, made.remarks = refused, head, remarks
+    made.report += remarks
     if made.pipeline is not None and made.pipeline.by_export and is_synchronised(recorded.model):
         raise PlanError(
             "plan.sync_batch_norm_traced",
@@ -108,6 +114,7 @@ class SplitModel(Compute):
     def __init__(self, split: Split, loss: Loss, loader: Loader, plan: Plan, group: Group, precision: str) -> None:
         super().__init__(split.model, loss, loader, plan, group, split.mesh.group(*DATA_AXES), precision, split)
         self.casts = split.fully is not None and split.fully.casts
+        self.normalization.remarks += split.remarks
         self.reads = ShardReads(split)
         # computed if no sample is left
         self._sample = _first(split.example)

@@ -41,7 +41,7 @@ Task = Literal["pretrain", "sft", "dpo"]
 _KINDS_OF = {"pretrain": ("tokens", "text", "synthetic"), "sft": ("chat",), "dpo": ("preferences",)}
 _ANY_SAMPLES = ("records", "mixture", "dataset", "iterable")
 _LOSSES_OF_TOKENS = ("cross_entropy", "model", "CrossEntropyLoss")
-Precision = Literal["fp32", "bf16", "fp16", "fp64"]
+Precision = Literal["fp32", "bf16", "fp16", "fp8", "fp64"]
 _ACCUMULATION = 'Did you mean "gradient_accumulation_steps", at the top of the job?'
 _HINTS = {
     "freeze": "The patterns of frozen parameters belong to the model: `model: {…, freeze: [embed]}`.",
@@ -56,6 +56,11 @@ _HINTS = {
         "all replicas."
     ),
 }
+
+
+def base_precision(precision: str) -> str:
+    """Return the precision of everything except the float8 products of `fp8`."""
+    return "bf16" if precision == "fp8" else precision
 
 
 class EvaluateSpec(Spec):

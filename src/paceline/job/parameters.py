@@ -103,6 +103,28 @@ def names_of(model: nn.Module) -> ModelNames:
     return ModelNames({names[0]: names for names in found.values()}, shaped, matrices)
 
 
+def float8_layers(model: nn.Module) -> dict[str, nn.Linear]:
+    """Return the linear layers that multiply in float8 under `precision: fp8`, by name.
+
+    These are the trained layers whose sizes are multiples of 16, which the kernels need. Output layers, routers of
+    experts and layers that share a weight are not among them, nor are subclasses, whose code may differ.
+    """
+    from torch import nn
+
+    names = names_of(model)
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear)
+        and type(module).forward is nn.Linear.forward
+        and module.weight.requires_grad
+        and module.in_features % 16 == module.out_features % 16 == 0
+        and f"{name}.weight" in names.matrices
+        and len(names[f"{name}.weight"]) == 1
+        and name.rpartition(".")[2] not in _ROUTERS
+    }
+
+
 def _output_layer(model: nn.Module, tables: set[int]) -> Tensor | None:
     """Return the output layer's weight, if the model names or ties the layer."""
     from torch import nn
@@ -114,6 +136,7 @@ def _output_layer(model: nn.Module, tables: set[int]) -> Tensor | None:
     return next((weight for weight in linear if id(weight) in tables), None)
 
 
+_ROUTERS = {"gate", "router"}
 _OUTPUT_LAYERS = {"head", "classifier", "fc", "logits", "output", "score"}
 
 

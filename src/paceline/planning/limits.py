@@ -285,6 +285,29 @@ def sharded_twice(weight: str, schedule: str) -> PlanProblem:
     )
 
 
+def no_float8_layers() -> PlanProblem:
+    """Return the problem of `precision=fp8` with a model that has no layer for float8."""
+    return PlanProblem(
+        "plan.no_float8_layers",
+        "plan {plan} multiplies in float8, but the model has no trained linear layer, other than its output layer, "
+        "whose sizes are multiples of 16. Use precision=bf16.",
+        plan="precision=fp8",
+    )
+
+
+def scales_of_shards(tp: int) -> PlanProblem:
+    """Return the problem of `precision=fp8` with tensor parallelism.
+
+    The scale of a matrix would depend on the rank's shard, and thus the numbers on the plan.
+    """
+    return PlanProblem(
+        "plan.float8_with_tp",
+        "plan {plan} divides matrices, but each float8 matrix has one scale, which its shards would not share. Use "
+        "precision=bf16, or fsdp instead of tp.",
+        plan=f"precision=fp8 tp={tp}",
+    )
+
+
 def no_graphs(where: str) -> PlanProblem:
     """Return the problem of `compile=reduce-overhead` on devices that cannot replay CUDA graphs."""
     return PlanProblem(

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cached_property
 from itertools import pairwise
 from math import ceil
 from typing import TYPE_CHECKING
 
 from paceline.cluster.cluster import Cluster
 from paceline.errors import PlanError
-from paceline.job.job import Job
+from paceline.job.job import Job, base_precision
 from paceline.planning.arguments import AnyCluster, AnyJob, AnyPlan, cluster_of, job_of, plan_of
 from paceline.planning.cost.estimate import predict_layout
 from paceline.planning.cost.frameworks import PACELINE, PACELINE_COMPILED
@@ -90,11 +91,17 @@ class Layouts:
         self.held_part = 1.0 if job.quantize is None else model_info(job.model).held_part
         self._places = {name: i for i, name in enumerate(self.trace.names) if name}
 
+    @cached_property
+    def _is_linear(self) -> bool:
+        """False for models with convolutions or experts, whose products stay in bf16."""
+        return not any(gemm.read or gemm.experts for block in self.trace.blocks for gemm in block.gemms)
+
     def trace_at(self, precision: str, tp: int = 1) -> ModelTrace:
         """Return the trace in a precision, divided for `tp` ranks.
 
         With tp=1, the trace is divided for the smallest degree that works.
         """
+        precision = base_precision(precision)
         if (precision, tp) not in self._traces:
             usual = self.trace_at(precision) if tp > 1 else None
             found = trace(self.job, precision, None if usual is None else tp)
@@ -116,8 +123,9 @@ class Layouts:
                 stages=plan.stages,
                 reason=apart,
             )
-        precision, sync = plan.precision_for(self.job), SyncSpec.parse(plan.sync)
-        # bf16 and fp16 use autocast: parameters, gradients and moments stay fp32
+        asked, sync = plan.precision_for(self.job), SyncSpec.parse(plan.sync)
+        precision = base_precision(asked)
+        # bf16, fp8 and fp16 use autocast: parameters, gradients and moments stay fp32
         number = float(BYTES["fp64" if precision == "fp64" else "fp32"])
         return Layout(
             trace=self.trace_at(precision, plan.tp),
@@ -130,7 +138,8 @@ class Layouts:
             schedule=plan.schedule,
             chunks=plan.stages_per_rank,
             remat=plan.remat,
-            precision=precision,
+            precision=precision,  # type: ignore[arg-type]
+            products="fp8" if asked == "fp8" and self._is_linear else "",
             parameter_bytes=number * self.held_part,
             gradient_bytes=number,
             optimizer_bytes=number * self.state_tensors,

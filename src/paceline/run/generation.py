@@ -31,7 +31,7 @@ from paceline.state.reader import NEWEST
 
 _CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "n_ctx", "max_sequence_length")
 _LANGUAGE_TASKS = ("causal_lm", "seq2seq_lm")
-_NARROW = {"bf16": torch.bfloat16, "fp16": torch.float16}
+_NARROW = {"bf16": torch.bfloat16, "fp8": torch.bfloat16, "fp16": torch.float16}
 _UNFINISHED = "\ufffd"  # decoded from the first bytes of a character
 
 

@@ -23,7 +23,7 @@ from paceline.run.saved_model import whole_model
 from paceline.state.reader import NEWEST, chosen_checkpoint
 
 _OFFLINE = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_EVALUATE_OFFLINE")
-_MIXED = {"bf16": "bfloat16", "fp16": "float16"}
+_MIXED = {"bf16": "bfloat16", "fp8": "bfloat16", "fp16": "float16"}
 
 
 class Measured(NamedTuple):

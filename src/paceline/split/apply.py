@@ -13,7 +13,12 @@ from paceline.comm.group import Bucket
 from paceline.device import uploaded, widest_float
 from paceline.errors import BatchError, PlanError
 from paceline.job.batch import Batch
-from paceline.planning.limits import fitting_microbatches, no_blocks_to_offload, no_blocks_to_recompute
+from paceline.planning.limits import (
+    fitting_microbatches,
+    no_blocks_to_offload,
+    no_blocks_to_recompute,
+    scales_of_shards,
+)
 from paceline.planning.model.forward_pass import find_blocks, submodules
 from paceline.planning.plan import REPLICA, Plan
 from paceline.split.activation_offload import offload_activations
@@ -58,6 +63,7 @@ class Split:
         divided: the parameters of the modules, which are DTensors if FSDP2 shards them.
         head: the output head, if its loss may be computed in chunks; set by the engine.
         report: lines of text that describe each division.
+        remarks: those that belong into the run's record, set by the engine.
     """
 
     def __init__(
@@ -71,6 +77,7 @@ class Split:
         self.fully: FullySharded | None = None
         self.refused: BatchError | None = None
         self.head: Any = None
+        self.remarks: list[str] = []
         self._undo: list[Callable[[], object]] = []
         model = deferred.model
         self.parts: Parts = whole_parts(model)
@@ -82,6 +89,8 @@ class Split:
         self._divide(model, example, call)
         self.modules: list[nn.Module] = [model] if self.pipeline is None else self.pipeline.stages
         quantize(self.modules, self.quantized, self.parts, plan)
+        if precision == "fp8":
+            self._multiply_in_float8()
         self._wrap(model, precision)
         refuse_lost_hooks(hooked, parts, plan, self.pipeline.shared if self.pipeline is not None else ())
         self.divided: dict[str, nn.Parameter] = {}
@@ -153,6 +162,20 @@ class Split:
                 instead=instead,
                 reasons="\n".join(context.lines),
             )
+
+    def _multiply_in_float8(self) -> None:
+        if self.plan.tp > 1:
+            raise PlanError.of_problems([scales_of_shards(self.plan.tp).about(self.plan)])
+        if self.pipeline is not None and self.pipeline.by_export:
+            raise PlanError(
+                "plan.float8_layers_replaced",
+                "plan {plan}: precision=fp8 finds no linear layers, because this plan traces the model and replaces "
+                "its layers by a graph. Use pp=1, or precision=bf16.",
+                plan=self.plan,
+            )
+        from paceline.split import float8  # imports torchao
+
+        float8.convert(self.modules, self.mesh.world.device)
 
     def _wrap(self, model: nn.Module, precision: str) -> None:
         plan = self.plan

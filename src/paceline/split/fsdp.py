@@ -37,6 +37,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from paceline.device import uploaded
 from paceline.errors import PlanError
 from paceline.job.batch import Batch
+from paceline.job.job import base_precision
 from paceline.split.forward_trace import ForwardTrace, ModuleCall, Node, Observed, is_in, reachable
 from paceline.split.layout import Parts, replace_tensors
 from paceline.split.record_forward import Call, trace_forward
@@ -91,7 +92,7 @@ class FullySharded:
         offload: bool,
         pipelined: bool,
     ) -> None:
-        bf16 = precision == "bf16"
+        bf16 = base_precision(precision) == "bf16"
         self.casts = bf16 and not any(isinstance(m, _BatchNorm) for stage in stages for m in stage.modules())
         self.offload = offload and devices.device_type != "cpu"
         self._zero, self._pipelined, self._devices = zero, pipelined, devices
@@ -134,8 +135,8 @@ class FullySharded:
             )
         if bf16 and not self.casts:
             self.notes.append(
-                "precision=bf16: the model has batch norms, which need float32 weights; fsdp gathers float32 and "
-                "autocast casts"
+                f"precision={precision}: the model has batch norms, which need float32 weights; fsdp gathers float32 "
+                "and autocast casts"
             )
         if pipelined and zero != 1:
             self.notes.append(

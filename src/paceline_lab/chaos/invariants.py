@@ -204,7 +204,7 @@ _LEAST_STEPS = 60
 _CHECKPOINTS = 8  # minimum number of checkpoints in a run, so that faults can occur during checkpoints
 _DEADLINE_S = 30.0
 # relative difference of losses that is always allowed, by precision
-_LEAST = {"fp64": 1e-9, "fp32": 1e-5, "bf16": 1e-2, "fp16": 1e-2}
+_LEAST = {"fp64": 1e-9, "fp32": 1e-5, "bf16": 1e-2, "fp16": 1e-2, "fp8": 2e-2}
 _TIMES = 20.0  # allowed difference of losses, as a multiple of the difference that one replica fewer causes
 _SMALL = 1e-3  # fraction of the first loss; smaller losses are compared as if they had this size
 

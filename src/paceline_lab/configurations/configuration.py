@@ -227,10 +227,10 @@ def _batch(configuration: Configuration, data: int) -> tuple[int, int]:
 def _precision(configuration: Configuration) -> tuple[str, str, list[str]]:
     """Return the job's precision, the precision of matrix products ("" if equal), and notes on differences."""
     stated = configuration.precision
-    if stated in get_args(Precision):
-        return stated, "", []
     if stated == "fp8":
         return "bf16", stated, ["fp8: matrix products in fp8 with scales of whole tensors, everything else in bf16"]
+    if stated in get_args(Precision):
+        return stated, "", []
     return "bf16", "", [f"{stated} is predicted as bf16, which is as fast"]
 
 

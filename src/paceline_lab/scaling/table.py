@@ -380,7 +380,7 @@ def _parts_of(setting: MeasuredSetting) -> dict[str, float]:
 
 _LAST = 10  # number of last steps whose mean loss is compared
 # largest relative difference of losses in the first steps that rounding alone explains, by precision
-_SAME = {"fp64": 1e-8, "fp32": 1e-3, "bf16": 2e-2, "fp16": 2e-2}
+_SAME = {"fp64": 1e-8, "fp32": 1e-3, "bf16": 2e-2, "fp16": 2e-2, "fp8": 4e-2}
 
 
 def caveats(

@@ -112,7 +112,7 @@ class NotFused(torch.optim.SGD):
         ({"model": lambda x: x}, JobError, "setup.wrong_type", {"class_name": "function"}),
         ({"nonfinite": "rewind"}, JobError, "setup.nonfinite_invalid", {"nonfinite": "rewind"}),
         ({"nonfinite": "ignore"}, JobError, "setup.nonfinite_invalid", {"nonfinite": "ignore"}),
-        ({"precision": "fp8"}, JobError, "setup.precision_invalid", {"choices": ["fp32", "bf16", "fp16", "fp64"]}),
+        ({"precision": "fp4"}, JobError, "setup.precision_invalid", {"precision": "fp4"}),
         ({"batch_norm": "global"}, JobError, "setup.batch_norm_invalid", {"batch_norm": "global"}),
         ({"clip_norm": 0.0}, JobError, "setup.clip_norm_invalid", {"clip_norm": 0.0}),
         ({"optimizer": other_parameters()}, JobError, "setup.optimizer_of_other_model", {}),

@@ -286,7 +286,8 @@ def library(module: str) -> Any:
     except ImportError as error:
         raise JobError(
             "job.low_precision_library_missing",
-            "quantize and optimizer.state need the library {library}. Run: pip install 'paceline[quantize]' ({error})",
+            "quantize, optimizer.state and precision=fp8 need the library {library}. Run: pip install "
+            "'paceline[quantize]' ({error})",
             library=module.partition(".")[0],
             error=error,
         ) from None

@@ -316,6 +316,7 @@ def warnings_about(plan: Plan, job: Job, cluster: Cluster) -> list[str]:
         *_more_threads_than_cores(context),
         *_cores_shared_by_ranks(context),
         *_slow_bf16(context),
+        *_slow_float8(context),
         *_matrices_across_hosts(context),
         *_parameters_gathered_often(plan),
         *_vocabulary_left_whole(context),
@@ -371,6 +372,16 @@ def _slow_bf16(context: PlanContext) -> Iterator[str]:
         names = ", ".join(sorted(without))
         slow = f"computes in bf16, which {names} does only in software"
         yield f"plan {plan} {slow}; precision=fp32 is likely faster on this hardware."
+
+
+def _slow_float8(context: PlanContext) -> Iterator[str]:
+    plan, cluster = context.plan, context.cluster
+    if plan.precision_for(context.job) != "fp8":
+        return
+    if not cluster.has_accelerators:
+        yield f"plan {plan} emulates float8 on the CPU, which is slower than predicted; use precision=bf16 for speed."
+    elif plan.compile == "off":
+        yield f"plan {plan} casts to float8 in many small kernels; compile=on fuses them."
 
 
 def _matrices_across_hosts(context: PlanContext) -> Iterator[str]:

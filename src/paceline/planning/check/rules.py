@@ -6,6 +6,7 @@ The checks of plans that divide the model are in `split_rules.py`.
 from __future__ import annotations
 
 import math
+from importlib.util import find_spec
 
 from paceline.cluster.cluster import Cluster
 from paceline.errors import PlanProblem
@@ -16,8 +17,10 @@ from paceline.planning.check.plan_context import Check, PlanContext, registering
 from paceline.planning.limits import (
     multiplied,
     no_balance,
+    no_float8_layers,
     no_graphs,
     other_world,
+    scales_of_shards,
     whole_batch_in_parts,
 )
 from paceline.planning.plan import DATA_AXES, DEGREES, Plan
@@ -437,7 +440,7 @@ def _codes_sums(context: PlanContext) -> PlanProblem | None:
 @_check("precision")
 def _narrow_weights(context: PlanContext) -> PlanProblem | None:
     precision = context.plan.precision_for(context.job)
-    if context.job.model.dtype != "bf16" or precision in ("bf16", "fp64"):
+    if context.job.model.dtype != "bf16" or precision in ("bf16", "fp8", "fp64"):
         return None
     return PlanProblem(
         "plan.dtype_and_precision",
@@ -445,6 +448,57 @@ def _narrow_weights(context: PlanContext) -> PlanProblem | None:
         "hold the weights in fp32.",
         precision=precision,
     )
+
+
+@_check("precision")
+def _no_float8_units(context: PlanContext) -> PlanProblem | None:
+    hosts = context.cluster.hosts_in_use
+    without = {device.name for host in hosts for device in host.devices if device.fp8 is False}
+    if context.plan.precision_for(context.job) != "fp8" or not without:
+        return None
+    return PlanProblem(
+        "plan.no_float8_units",
+        "plan {plan} multiplies in float8, which {devices} cannot do. Use precision=bf16.",
+        devices=sorted(without),
+    )
+
+
+@_check("precision", "tp")
+def _scales_of_shards(context: PlanContext) -> PlanProblem | None:
+    plan = context.plan
+    return scales_of_shards(plan.tp) if plan.precision_for(context.job) == "fp8" and plan.tp > 1 else None
+
+
+@_check("precision")
+def _float8_of_frozen_layers(context: PlanContext) -> PlanProblem | None:
+    job = context.job
+    keys = [key for key in ("adapter", "quantize") if getattr(job, key) is not None]
+    if context.plan.precision_for(job) != "fp8" or not keys:
+        return None
+    return PlanProblem(
+        "plan.float8_with_frozen_layers",
+        "plan {plan} multiplies in float8, which supports only layers whose weights are trained, but the job has "
+        "{keys}. Use precision=bf16.",
+        keys=keys,
+    )
+
+
+@_check("precision")
+def _no_float8_library(context: PlanContext) -> PlanProblem | None:
+    if context.plan.precision_for(context.job) != "fp8" or find_spec("torchao") is not None:
+        return None
+    return PlanProblem(
+        "plan.no_float8_library",
+        "plan {plan} multiplies in float8, which needs the library torchao. Run: pip install 'paceline[quantize]', or "
+        "use precision=bf16.",
+    )
+
+
+@_check("precision")
+def _no_float8_layers(context: PlanContext) -> PlanProblem | None:
+    if context.plan.precision_for(context.job) != "fp8" or context.model_info.float8_layers:
+        return None
+    return no_float8_layers()
 
 
 @_check("compress", "precision")

@@ -27,6 +27,7 @@ class BlockConfig(NamedTuple):
         products: reduced precision of matrix products with weights; "" if the device is not faster in a reduced
             precision.
         casts: fraction of a step's microbatches in which weights are cast to `products`.
+        fused_casts: True if a cast and its scale are one kernel.
     """
 
     device: Accelerator
@@ -48,6 +49,7 @@ class BlockConfig(NamedTuple):
     added_bytes: float
     products: str
     casts: float
+    fused_casts: bool
     vector: float
     mixtures: float
     expert_ranks: int
@@ -118,7 +120,8 @@ def block_config(layout: Layout) -> BlockConfig:
         derating=framework.derating,
         added_bytes=3 * layout.gradient_bytes if adds_up else 0.0,
         products=layout.products if faster else "",
-        casts=1.0 if regathers else 1.0 / layout.microbatches,
+        casts=1.0 if regathers or not framework.fused_casts else 1.0 / layout.microbatches,
+        fused_casts=framework.fused_casts,
         vector=framework.vector,
         mixtures=framework.mixtures,
         expert_ranks=layout.expert_ranks,
@@ -226,7 +229,8 @@ def _sustained(device: Accelerator) -> float:
 def _kernels(block: BlockTrace, config: BlockConfig, unfused: bool) -> float:
     """Count the kernels of a forward pass, including those of low-precision casts, experts and adapters."""
     products = sum(not gemm.batch for gemm in block.gemms)
-    added = float(products if config.products else 0) + (4 * products if config.lora else 0)
+    cast = (1 if config.fused_casts else constants.UNFUSED_CAST_KERNELS) if config.products else 0
+    added = float(cast * products) + (4 * products if config.lora else 0)
     if block.experts:
         each = next((gemm.experts for gemm in block.gemms if gemm.experts), 0) / config.expert_groups
         each *= constants.EXPERT_KERNELS * (2 if config.products else 1)
@@ -279,6 +283,7 @@ def _casts_s(weights: Sequence[Gemm], block: BlockTrace, config: BlockConfig) ->
     forward += held_weights(block, config) * config.casts
     each = constants.CAST_BYTES[config.products] / vector_bandwidth(config.device)
     each *= config.mixtures if block.experts else 1.0
+    each *= 1.0 if config.fused_casts else constants.UNFUSED_CASTS
     return forward * each, backward * each
 
 

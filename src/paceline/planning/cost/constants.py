@@ -114,6 +114,11 @@ LOW_BYTES = {"int8": 1.0, "fp8": 1.0, "fp8-row": 1.0, "fp8-block": 1.03, "mxfp8"
 # separate scales in each layout. Formats with scales for few numbers are read once
 CAST_BYTES = {"int8": 5.0, "fp8": 6.0, "fp8-row": 10.0, "fp8-block": 6.0, "mxfp8": 4.0, "fp4": 3.5}
 
+# Without a compiler, torchao's scale and cast are a dozen kernels: bytes moved for a number, relative to fused casts,
+# and kernels for the two tensors that a layer casts in its forward pass
+UNFUSED_CASTS = 5.5
+UNFUSED_CAST_KERNELS = 24
+
 # Convolutions: their time relative to plain products, the reduction by Winograd's algorithm for 3 × 3 in tiles of
 # 2 × 2, and the remaining traffic of norms and activations if they are fused
 CONVOLUTION = CONSTANTS["CONVOLUTION"]

@@ -82,7 +82,7 @@ class Framework:
 
 # paceline runs the model's own code: traces list its kernels individually. A GPT of 124M on an H100 takes 53.7 ms per
 # step, and 42.6 if compiled (benchmarks/gpu.py), which fuses memory-bound kernels
-PACELINE = FrameworkProfile(vector=0.9)
+PACELINE = FrameworkProfile(vector=0.9, fused_casts=False)
 PACELINE_COMPILED = FrameworkProfile(vector=0.45, kernels=0.5, loss=0.6)
 
 _MEGATRON = FrameworkProfile(

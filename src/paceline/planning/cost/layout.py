@@ -64,6 +64,7 @@ class FrameworkProfile:
         loss: memory traffic of the loss over a vocabulary, relative to torch's loss.
         kernels: number of kernels launched for each kernel of the trace; above 1 if fewer kernels are fused.
         softmax_of: the softmax is fused only if the number of score matrices is a multiple of this number.
+        fused_casts: True if a cast to low precision and its scale are one kernel.
         stops_early: True if recomputation of a block stops before its last matrix product, because the backward pass
             does not need its output (as in torch).
         scatters_hops: True if each tp rank sends a part of a stage's output and the next stage gathers the parts.
@@ -90,6 +91,7 @@ class FrameworkProfile:
     kernels: float = 1.0
     softmax_of: int = 1
     scatters_hops: bool = False
+    fused_casts: bool = True
     stops_early: bool = True
 
 

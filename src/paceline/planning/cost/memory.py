@@ -58,6 +58,7 @@ class MemoryModel(NamedTuple):
         apart: True if fsdp gathers the embedding and the head separately.
         at_once: number of gathered blocks that fsdp holds in memory at the same time.
         narrow_scattered: True if gradients are reduce-scattered in the precision of activations.
+        keeps_wide: True if products in low precision keep their inputs in the precision of activations, as torchao's.
         fragments: fraction of a step's temporary memory that is lost to fragmentation.
     """
 
@@ -71,12 +72,13 @@ class MemoryModel(NamedTuple):
     apart: bool = False
     at_once: int = 2
     narrow_scattered: bool = False
+    keeps_wide: bool = False
     fragments: float = FRAGMENTS
 
 
 # by the prefix of the framework's name
 _MEMORY_MODELS = {
-    "paceline": MemoryModel(products=True, head=3.5, head_wide=4.0),
+    "paceline": MemoryModel(products=True, head=3.5, head_wide=4.0, keeps_wide=True),
     "Megatron-DeepSpeed eager": MemoryModel(workspace_bytes=2e9, update_bytes=4.0),  # two buckets of 5e8 numbers
     # In addition, what ZeRO 1 flattens into them: fitted to the least that lines 2, 17, 32 and 47 of
     # bloom_tr11_a100.csv lack.
@@ -336,8 +338,19 @@ def _memory_config(layout: Layout, memory_model: MemoryModel) -> MemoryConfig:
         memory_model.products or layout.framework.keeps != "attention",
         0.5 if layout.framework.keeps == "half" else 1.0,
         layout.remat_share,
-        bool(layout.products),
+        bool(layout.products) and not memory_model.keeps_wide,
+        _cast_copies(layout) if memory_model.keeps_wide else 0.0,
     )
+
+
+def _cast_copies(layout: Layout) -> float:
+    """Return the size of the copies that a cast makes, relative to activations.
+
+    A compiled cast writes one byte per element in two layouts. Otherwise three results in float32 come before.
+    """
+    if not layout.products:
+        return 0.0
+    return (2.0 if layout.framework.fused_casts else 13.0) / layout.number_bytes
 
 
 def _chunks(trace: ModelTrace, config: MemoryConfig, cut: tuple[int, ...]) -> list[BlockMemory]:
@@ -394,6 +407,7 @@ class MemoryConfig(NamedTuple):
         kept_products: fraction of the matrix products with weights whose results remat=selective keeps.
         share: fraction of the layers that remat=block recomputes.
         narrow: True if matrix products keep their inputs in low precision.
+        copies: copies of a product's inputs while they are cast to low precision.
     """
 
     tp: int
@@ -405,6 +419,7 @@ class MemoryConfig(NamedTuple):
     kept_products: float
     share: float
     narrow: bool
+    copies: float
 
 
 def block_memories(trace: ModelTrace, config: MemoryConfig) -> tuple[BlockMemory, ...]:
@@ -445,6 +460,9 @@ def _held(block: BlockTrace, config: MemoryConfig, layer: bool) -> BlockMemory:
         kept, working = min(products, kept), squares + max(kept - products, 0.0)
     else:
         kept += squares
+    if config.copies and block.kind not in ("embedding", "head"):
+        inputs = (gemm.rows * gemm.k / (tp if gemm.divided == "k" else 1) for gemm in block.gemms if not gemm.batch)
+        working += config.copies * max(inputs, default=0.0)
     return BlockMemory(
         dense,
         experts,

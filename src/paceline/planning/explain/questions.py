@@ -148,6 +148,9 @@ def read_question(text: str) -> Change:
         return _SCALED[_SYNONYMS.get(match["what"], match["what"])](times)
     if match := _BATCH.fullmatch(words):
         return batch(max(1, int(match[1].replace(",", "").replace("_", ""))))
+    if words == "fp8":
+        # without a compiler, the casts cost more than the products save
+        return _plan("precision=fp8 compile=on")
     if words in (*get_args(Precision), *get_args(Products)):
         return _precision(words)
     if "=" in text:
@@ -158,7 +161,7 @@ def read_question(text: str) -> Change:
 def _precision(name: str) -> Change:
     """Return a change that sets the precision.
 
-    If no job can have this precision, as with fp8, the change applies only to matrix products of the known plans.
+    If no job can have this precision, as with fp4, the change applies only to matrix products of the known plans.
     """
 
     def change(case: Case) -> Case:

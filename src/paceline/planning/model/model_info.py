@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from paceline.errors import JobError, PlanProblem
 from paceline.job.adapter import AdapterSpec
-from paceline.job.job import Job
+from paceline.job.job import Job, base_precision
 from paceline.job.model import Dimensions, ModelSpec
-from paceline.job.parameters import ModelNames, matrix_shape, names_of
+from paceline.job.parameters import ModelNames, float8_layers, matrix_shape, names_of
 from paceline.job.quantize import Quantize, quantized_row_bytes
 from paceline.planning.model.graph import (
     Layer,
@@ -93,6 +93,7 @@ class ModelInfo:
             `ModelNames`.
         compares_samples: True if the model's own loss compares the samples of a batch, as in CLIP. Such models are
             recognised by the argument `return_loss`.
+        float8_layers: names of the linear layers that multiply in float8 under `precision: fp8`.
     """
 
     modules: tuple[str, ...]
@@ -109,6 +110,7 @@ class ModelInfo:
     compares_samples: bool = False
     shaped: tuple[str, ...] = ()
     matrices: tuple[str, ...] = ()
+    float8_layers: tuple[str, ...] = ()
 
     @property
     def names(self) -> ModelNames:
@@ -200,6 +202,7 @@ def model_info_of(model: nn.Module) -> ModelInfo:
         normalises_batches=any(isinstance(m, _BatchNorm) for m in model.modules()),
         shaped=tuple(sorted(by_shape.shaped)),
         matrices=tuple(sorted(by_shape.matrices)),
+        float8_layers=tuple(float8_layers(model)),
     )
 
 
@@ -378,6 +381,11 @@ def model_info_by_dimensions(d: Dimensions, quantize: Quantize | None = None) ->
         takes_positions=True,
         shaped=tuple(shape.name for shape in (*first, *inside, *last) if len(shape.sizes) > 1),
         matrices=tuple(shape.name for shape in inside if len(shape.sizes) > 1),
+        float8_layers=tuple(
+            shape.name.removesuffix(".weight")
+            for shape in inside
+            if len(shape.sizes) == 2 and not any(size % 16 for size in shape.sizes)
+        ),
     )
 
 
@@ -451,8 +459,8 @@ def trace(job: Job, precision: str | None = None, tp: int | None = None) -> Mode
     divides.
 
     Args:
-        precision: compute precision. With `bf16` or `fp16`, the casts of autocast are traced as well, and activations
-            are counted in two-byte elements. None is the same as `fp32`.
+        precision: compute precision. With `bf16`, `fp8` or `fp16`, the casts of autocast are traced as well, and
+            activations are counted in two-byte elements. None is the same as `fp32`.
         tp: degree of tensor parallelism by which the blocks are divided; None uses the smallest degree that works.
 
     Raises:
@@ -463,7 +471,7 @@ def trace(job: Job, precision: str | None = None, tp: int | None = None) -> Mode
         from paceline.planning.model.transformer import transformer
 
         return transformer(job.model.transformer, tp or 1)
-    return _traced(job).trace(precision in ("bf16", "fp16"), tp)
+    return _traced(job).trace(base_precision(precision or "fp32") in ("bf16", "fp16"), tp)
 
 
 def undivided_attention(job: Job, tp: int) -> PlanProblem | None:

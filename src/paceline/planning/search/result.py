@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, NamedTuple
 
 from paceline.cluster.catalogue import CATALOGUE
@@ -14,7 +14,7 @@ from paceline.planning.cost.memory import memory, usable_bytes
 from paceline.planning.machines import Adjustment, equal_ratio, machine_count, on_other_devices, resized, shape
 from paceline.planning.model.graph import ModelTrace
 from paceline.planning.plan import DEGREES, Plan
-from paceline.planning.search.space import Excluded, Space
+from paceline.planning.search.space import VARIED, Excluded, Space
 from paceline.units import count, percent, size
 
 # keys that add complexity if they differ from their default
@@ -245,7 +245,12 @@ def nothing_fits(space: Space, rejections: RejectionCounts, layout: Layout) -> P
             cluster=cluster.name,
             advice=missing,
         )
-    refused = [f"{one.what}: {one.reason}" for one in rejections.excluded(space)]
+    given = {key.name for key in fields(Plan)}.difference(VARIED, ("remat", "microbatches"))
+    if refusal := space.legal.refusal({}, given):
+        # a key that the search does not vary is the cause
+        refused = [f"Every plan {refusal[1]}"]
+    else:
+        refused = [f"{one.what}: {one.reason}" for one in rejections.excluded(space)]
     return PlanError(
         "plan.none_found",
         "{job} cannot be trained on {cluster} under any plan.\n{reasons}",

@@ -454,7 +454,7 @@ def check_backward(engine: Engine, loss: Any, *, casts: bool, sync: bool) -> Non
             "backward needs this rank's mean loss, a single number with a gradient, but got {found}",
             found=what,
         )
-    if engine.precision in ("bf16", "fp16") and not casts:
+    if engine.precision in ("bf16", "fp16", "fp8") and not casts:
         raise JobError(
             "loop.no_autocast",
             "precision={precision}: compute the model and the loss inside `with engine.autocast():`. Otherwise "

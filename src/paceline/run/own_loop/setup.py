@@ -68,7 +68,7 @@ def setup(
     loss: Loss | Callable[[Any, Any], torch.Tensor] | None = None,
     loader: DataLoader[Any] | None = None,
     plan: AnyPlan = "auto",
-    precision: Literal["fp32", "bf16", "fp16", "fp64"] = "fp32",
+    precision: Literal["fp32", "bf16", "fp16", "fp8", "fp64"] = "fp32",
     clip_norm: float | None = None,
     nonfinite: Literal["stop", "skip"] = "stop",
     batch_norm: Literal["local", "sync"] = "local",
@@ -96,7 +96,8 @@ def setup(
             replica gets a share. The sampler's order and the other arguments stay in effect, see
             docs/how-to/feed_data.md. With None, every rank uses its own data, and all ranks' losses have equal weight.
         plan: a `Plan`, its text, such as `"dp=2 precision=bf16 microbatches=4"`, or `"auto"` for one replica per rank.
-        precision: `fp32`, `bf16` (autocast; weights stay fp32), `fp16` (autocast with dynamic loss scaling) or `fp64`.
+        precision: `fp32`, `bf16` (autocast; weights stay fp32), `fp16` (autocast with dynamic loss scaling), `fp8`
+            (`bf16` with linear layers in float8) or `fp64`.
         clip_norm: maximum L2 norm of the gradient; None disables clipping.
         nonfinite: `stop` or `skip`: what to do if the loss or gradient is NaN or Inf. (`rewind` needs checkpoints, so
             only `paceline.train` supports it.)

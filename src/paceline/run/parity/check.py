@@ -40,13 +40,14 @@ TOLERANCES = {
     "fp32": Tolerance(1e-5, 1e-4, 1e-4, 1e-4),
     "bf16": Tolerance(5e-3, 1e-1, 1e-2, 1e-2),
     "fp16": Tolerance(5e-3, 1e-1, 1e-2, 1e-2),
+    "fp8": Tolerance(1e-2, 2e-1, 2e-2, 2e-2),
 }
 # If rounding alone may change a job by more than this, a mistake, such as one rank's missing gradient, could look like
 # rounding.
 CAP = Tolerance(2e-2, 3e-1, 3e-2, 3e-2)
 # A plan may differ by this multiple of the difference that a single process in the same precision shows. Some jobs
 # amplify rounding from step to step.
-ROUNDING = {"fp64": 10.0, "fp32": 10.0, "bf16": 4.0, "fp16": 4.0}
+ROUNDING = {"fp64": 10.0, "fp32": 10.0, "bf16": 4.0, "fp16": 4.0, "fp8": 4.0}
 STEPS = 5
 
 

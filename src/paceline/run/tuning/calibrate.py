@@ -26,7 +26,7 @@ from paceline.elastic.run_on_ranks import run_on_plan, run_on_ranks
 from paceline.errors import ClusterError, PacelineError, PlanError, RunError
 from paceline.extensions import ExtensionPoint
 from paceline.files import scratch_folder
-from paceline.job.job import Job
+from paceline.job.job import Job, base_precision
 from paceline.planning.arguments import AnyCluster, cluster_of
 from paceline.planning.calibrate import (
     AXES,
@@ -96,7 +96,7 @@ def calibrate(
 
 
 def _on_this_machine(job: Job, host: Host, say: Say, precisions: Sequence[str], axes: Sequence[Axis]) -> Calibration:
-    wanted = tuple(dict.fromkeys((job.precision, *precisions)))
+    wanted = tuple(dict.fromkeys(map(base_precision, (job.precision, *precisions))))
     key, reference_s = key_of(job, host), reference_time_s()
     found, why = kept(key, host, reference_s=reference_s)
     if found is not None and _covers(found, wanted, axes):
