@@ -1,15 +1,15 @@
-"""Make a small language model and small data for the recipes, from text that Python ships.
+"""Make a small language model and small data for the recipes, from text that comes with Python.
 
     python examples/finetune/make_small.py            # writes examples/finetune/small, in about a minute
 
-The folder `small` then has:
+The folder `small` then contains:
 
 - `base`: a Llama of 1.3 million parameters in Hugging Face's layout, with a tokenizer and a chat template. The model
-  was trained on documentation and source code for some hundred steps, so it writes text but answers no questions.
+  was trained on documentation and source code for a few hundred steps. It continues text, but answers no questions.
 - `docs.jsonl`, `code.jsonl`: text for pretraining, one document per row (`text`).
 - `chat.jsonl`: conversations (`messages`). The user shows lines of text, and the assistant says whether each is Python
   or English.
-- `preferences.jsonl`: answers of which the first is better (`prompt`, `chosen`, `rejected`).
+- `preferences.jsonl`: pairs of a better and a worse answer (`prompt`, `chosen`, `rejected`).
 - `lines.jsonl`: lines of text with their class (`text`, `label`: 0 is English, 1 is Python).
 """
 
@@ -174,7 +174,7 @@ def _without_docstring(node: ast.FunctionDef | ast.ClassDef, source: str) -> str
 
 
 def _labelled(docs: list[str], code: list[str], drawn: random.Random) -> list[tuple[str, int]]:
-    """Return as many sentences of documentation as lines of code, shuffled."""
+    """Return equal numbers of sentences and lines of code with their labels, shuffled."""
     english = [" ".join(part.split()) for text in docs for part in re.split(r"\.\s|\n\n", text)]
     english = [text for text in english if 30 <= len(text) <= 120 and _SENTENCE.fullmatch(text)]
     python = [line.strip() for text in code for line in text.splitlines() if _STATEMENT.match(line)]

@@ -36,7 +36,9 @@ def command(
     harness_path: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Folder with YAML files of further tasks. They may run code.")
     ] = None,
-    limit: Annotated[int | None, typer.Option(min=1, help="With --harness: documents of each task.")] = None,
+    limit: Annotated[
+        int | None, typer.Option(min=1, help="With --harness: largest number of documents per task.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
     """Evaluate a saved run on a data set with the metrics of its job.

@@ -34,7 +34,7 @@ def command(
     run: RunPath,
     out: Annotated[
         Path,
-        typer.Argument(metavar="OUT", help="File to write, e.g. model.safetensors; a folder with another --layout."),
+        typer.Argument(metavar="OUT", help="File to write, e.g. model.safetensors; with --layout hf or dcp, a folder."),
     ],
     layout: Annotated[
         ExportLayout,
@@ -49,7 +49,7 @@ def command(
         typer.Option(help="Weights after the last update (raw), or their average (ema, the default if there is one)."),
     ] = None,
     adapter: Annotated[bool, typer.Option("--adapter", help="Write only the adapters, as a folder of peft.")] = False,
-    merge: Annotated[bool, typer.Option("--merge", help="Fold the adapters into the model.")] = False,
+    merge: Annotated[bool, typer.Option("--merge", help="Merge the adapters into the model.")] = False,
 ) -> None:
     """Write the weights of a run's checkpoint to a file or folder.
 

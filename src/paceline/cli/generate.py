@@ -18,7 +18,7 @@ def command(
         str, typer.Argument(metavar="RUN", help="Directory or URL of a run, or an exported Hugging Face folder.")
     ],
     prompts: Annotated[
-        list[str] | None, typer.Argument(metavar="PROMPT...", help="Prompts; without them, each line of stdin is one.")
+        list[str] | None, typer.Argument(metavar="PROMPT...", help="Prompts; without any, each line of stdin is one.")
     ] = None,
     chat: Annotated[
         bool, typer.Option("--chat", help="Treat a prompt as a user's message, with the tokenizer's chat template.")
@@ -26,14 +26,14 @@ def command(
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Largest number of tokens to generate.")] = 128,
     temperature: Annotated[
         float | None,
-        typer.Option(min=0.0, help="Draw tokens with this temperature.", show_default="the most likely token"),
+        typer.Option(min=0.0, help="Sample tokens with this temperature.", show_default="greedy decoding"),
     ] = None,
     top_p: Annotated[
         float | None,
-        typer.Option(min=0.0, max=1.0, help="Draw from the most likely tokens that have this probability together."),
+        typer.Option(min=0.0, max=1.0, help="Sample from the most likely tokens with this total probability."),
     ] = None,
-    top_k: Annotated[int | None, typer.Option(min=1, help="Draw from this number of most likely tokens.")] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of the drawn tokens.")] = 0,
+    top_k: Annotated[int | None, typer.Option(min=1, help="Sample from this number of most likely tokens.")] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Seed for sampling tokens.")] = 0,
     checkpoint: Checkpoint = "newest",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object per prompt.")] = False,
 ) -> None:

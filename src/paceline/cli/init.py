@@ -212,8 +212,8 @@ def _finetune(data: Path | None, model: Path | None, folder: Path) -> Values:
         if task != "pretrain":
             raise JobError(
                 "init.no_tokenizer",
-                "{folder} has no tokenizer.json, which conversations need. Save it there with save_pretrained of the "
-                "model's tokenizer.",
+                "{folder} has no tokenizer.json, which conversations need. Save the model's tokenizer there with its "
+                "method save_pretrained.",
                 folder=config.parent,
             )
         text = _relative(data, folder) if data else '"{stdlib}/pydoc_data"'

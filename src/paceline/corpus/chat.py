@@ -226,8 +226,8 @@ class ChatForm:
         if not text.startswith(prefix):
             raise DataError(
                 "data.turns_rewritten",
-                "{where}: the chat template writes earlier turns in another way once the conversation goes on, so the "
-                "tokens that the assistant wrote are not in the conversation. {fix}, or train_on: last.",
+                "{where}: the chat template changes earlier turns when the conversation continues, so the tokens of "
+                "the assistant's turn are not in the whole conversation. {fix}, or train_on: last.",
                 where=where,
                 fix=_OTHER_TEMPLATE,
             )
@@ -260,10 +260,10 @@ class ChatForm:
         if end == 0 or not self.tokenizer.is_added(int(tokens[last])):
             raise DataError(
                 "data.turn_without_end",
-                "{where}: the chat template ends the assistant's turn with {text}, which is no special token that the "
-                "model learns to write, so the tuned model would not stop. Add {{{{ eos_token }}}} after the "
-                "assistant's messages to the template, before {{% endgeneration %}} if it has this marker, and name "
-                "the file with data.template.",
+                "{where}: the assistant's turn ends with {text} instead of a special token that counts in the loss, so "
+                "the tuned model would not stop. In a copy of the chat template, add {{{{ eos_token }}}} after the "
+                "assistant's messages, before {{% endgeneration %}} if the template has this marker. Then set "
+                "data.template to the copy.",
                 where=where,
                 text=repr(self.tokenizer.decode(tokens[max(0, end - 8) : end])),
             )
@@ -326,7 +326,7 @@ def _messages(value: Any, name: str, where: Where) -> Messages:
     if not isinstance(value, list) or not value or not all(isinstance(message, dict) for message in value):
         raise DataError(
             "data.messages_invalid",
-            "{where}: the column {name} holds {what}, which is no list of messages such as "
+            "{where}: the column {name} holds {what}, which is not a list of messages such as "
             '[{{"role": "user", "content": "…"}}, {{"role": "assistant", "content": "…"}}]',
             where=where,
             name=name,
@@ -342,8 +342,8 @@ def _message(message: dict[str, Any], name: str, where: Where) -> dict[str, Any]
         if role is None:
             raise DataError(
                 "data.role_unknown",
-                "{where}: the column {name} has a message from {role}. Known are {known}. Write messages with role and "
-                "content for other roles.",
+                "{where}: the column {name} has a message from {role}. Known roles are {known}. For other roles, write "
+                "messages with role and content.",
                 where=where,
                 name=name,
                 role=repr(message["from"]),
@@ -429,8 +429,9 @@ def _plain(value: Any) -> Any:
 def _merged(around: str, where: Where) -> DataError:
     return DataError(
         "data.turn_within_token",
-        "{where}: a token holds the end of the prompt and the start of the answer, in {around}, so the answer alone "
-        "cannot be trained. Move spaces at the end of the prompt to the start of the answer, or set train_on: all.",
+        "{where}: one token spans the end of the prompt and the start of the answer, in {around}, so the loss cannot "
+        "count the answer alone. Move spaces at the end of the prompt to the start of the answer, or set train_on: "
+        "all.",
         where=where,
         around=repr(around),
     )
@@ -477,8 +478,8 @@ def _reproducible(source: str, day: date, place: Path) -> str:
         if name == "lipsum" or (before, name) == ("|", "random") or (name == "strftime_now" and _calls(fixed)):
             raise DataError(
                 "data.template_not_reproducible",
-                "{place}: the chat template uses {name}, so every start would train on another text. Set data.template "
-                "to a copy of the template without {name}.",
+                "{place}: the chat template uses {name}, so every start would train on different text. Set "
+                "data.template to a copy of the template without {name}.",
                 place=place,
                 name=name,
             )

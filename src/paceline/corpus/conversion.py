@@ -94,7 +94,7 @@ def tokenize(
         if turns is not None and not about.documents:
             raise DataError(
                 "data.no_answers",
-                "in none of the {rows} conversations does the assistant write anything, so nothing can be trained. "
+                "none of the {rows} conversations has text of the assistant, so no token counts in the loss. "
                 'Give messages the role "assistant", or set data.train_on: all.',
                 rows=about.empty,
             )

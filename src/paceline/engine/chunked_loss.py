@@ -197,7 +197,7 @@ class ChunkedHead:
             raise JobError(
                 "loss.logits_changed",
                 "the model changes the logits of its output head, but did not change them when it was traced. Set "
-                "the argument chunk: off of the loss, so that it is computed from whole logits.",
+                "loss: {{name: cross_entropy, args: {{chunk: off}}}} to compute the loss from whole logits.",
             )
         return found.reshape(())
 

@@ -460,7 +460,7 @@ class RankEngine:
         if self.first is not None and self.local_steps:
             raise PlanError(
                 "plan.reference_of_local_steps",
-                "plan {plan} lets replicas train independently, so their copies of the first weights, which are the "
+                "plan {plan} lets replicas train independently, so their copies of the initial weights, which are the "
                 "reference of the loss, could differ. Use sync=allreduce.",
                 plan=self.plan,
             )

@@ -60,8 +60,8 @@ class PacelineStrategy(_strategies.DDPStrategy):  # type: ignore[name-defined]
         if items is not None and sync != "allreduce":
             raise PlanError(
                 "frameworks.items_of_local_steps",
-                "items weighs the batches of all ranks in one step, but the ranks of sync={sync} step by themselves. "
-                "Leave out items or sync.",
+                "items weights the batches of all ranks in each step, but with sync={sync} the ranks take steps "
+                "independently. Leave out items or sync.",
                 sync=sync,
             )
         self._process_group_backend: str | None

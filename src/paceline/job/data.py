@@ -428,7 +428,9 @@ class Preferences(TemplateSpec):
     @classmethod
     def _not_packed(cls, value: bool) -> bool:
         if value:
-            raise InvalidValue("data.pairs_packed", "preferences are not packed, because a pair is one sample")
+            raise InvalidValue(
+                "data.pairs_packed", "preferences cannot be packed, because each pair is one sample. Remove pack."
+            )
         return value
 
 

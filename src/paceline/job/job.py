@@ -212,7 +212,7 @@ class Job(Spec):
         if self.loss.name not in losses and ":" not in self.loss.name:
             raise InvalidValue(
                 "job.task_of_other_loss",
-                "task: {task} needs a loss of {of}, but the loss is {loss}. Remove the key loss, so that it is "
+                "task: {task} needs a loss of {of}, but the loss is {loss}. Remove the key loss; the default is "
                 "{default}.",
                 task=task,
                 of="preferences" if task == "dpo" else "tokens",
@@ -223,7 +223,7 @@ class Job(Spec):
         if of_model not in (None, "causal_lm") and not (task == "pretrain" and of_model == "masked_lm"):
             raise InvalidValue(
                 "job.task_of_other_model",
-                "task: {task} needs a model that writes text, but the task of the model is {of_model}. Set "
+                "task: {task} needs a causal language model, but the task of the model is {of_model}. Set "
                 "model.task to causal_lm, or name another model.",
                 task=task,
                 of_model=of_model,
@@ -237,8 +237,8 @@ class Job(Spec):
         if self.quantize is not None and self.adapter is not None and self.adapter.lora.dora:
             raise InvalidValue(
                 "adapter.dora_quantized",
-                "adapter.lora.dora needs the lengths of the rows of whole weights, which quantize: {quantize} changes. "
-                "Remove dora, or quantize.",
+                "adapter.lora.dora needs the norms of the rows of the original weights, but quantize: {quantize} "
+                "changes the weights. Remove dora or quantize.",
                 quantize=self.quantize,
             )
         if self.quantize is not None:
@@ -266,7 +266,7 @@ class Job(Spec):
         elif not all(spec.kind in ("text", "tokens", "chat") for spec in specs):
             reason = f"data of kind {self.data.kind} has no tokenizer"
         elif any(getattr(spec, "objective", "causal") != "causal" for spec in specs):
-            reason = "a model that restores hidden tokens does not continue texts"
+            reason = "a model that predicts masked tokens does not continue texts"
         elif self.data.keeps_no_validation_set:
             reason = "data.held_out is 0, so the model is not evaluated"
         if reason is not None:

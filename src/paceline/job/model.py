@@ -118,7 +118,7 @@ class ModelSpec(Spec):
             if len(tasks) != 1:
                 raise InvalidValue(
                     "model.task_missing",
-                    "{hf} does not state one known task ({architectures}). Name it, e.g. {{hf: {name}, task: "
+                    "{hf} does not determine the task ({architectures}). Set it, e.g. {{hf: {name}, task: "
                     "causal_lm}}. Known tasks: {tasks}",
                     hf=self.hf,
                     architectures=f"architectures: {', '.join(stated)}" if stated else "no architectures",
@@ -189,7 +189,7 @@ class ModelSpec(Spec):
         if adapter is not None and self.freeze:
             raise InvalidValue(
                 "adapter.with_freeze",
-                "adapter freezes all parameters that are not its own, so model.freeze has no effect. Remove "
+                "adapter freezes all parameters except its own, so model.freeze has no effect. Remove "
                 "model.freeze. To train more parameters, name them in adapter.lora.train.",
             )
         if adapter is not None and self.transformer is not None:

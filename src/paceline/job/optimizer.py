@@ -171,14 +171,14 @@ class OptimizerSpec(Spec):
         if self.state is not None and self.name not in ("adam", "adamw"):
             raise InvalidValue(
                 "optimizer.state_of_other",
-                "state: {state} exists for adam and adamw, not for {name}. Use adamw, or leave out state.",
+                "state: {state} is supported by adam and adamw, not by {name}. Use adamw, or leave out state.",
                 state=self.state,
                 name=self.name,
             )
         if self.state is not None and self.args:
             raise InvalidValue(
                 "optimizer.state_with_args",
-                "with state: {state}, {name} has no further arguments. Leave out args or state.",
+                "with state: {state}, {name} does not support args. Leave out args or state.",
                 state=self.state,
                 name=self.name,
             )

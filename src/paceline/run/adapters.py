@@ -38,15 +38,15 @@ def check_kind(run: Path, kind: Kind | None, *, dcp: bool) -> None:
     if kind is not None and adapter is None:
         raise RunError(
             "export.no_adapter",
-            "{run} trains the model itself, and no adapter. Export it without --{option}.",
+            "{run} trains the model without adapters. Export it without --{option}.",
             run=run,
             option=kind,
         )
     if adapter is not None and (kind is None or dcp):
         raise RunError(
             "export.adapter_or_merge",
-            "{run} trains adapters, and its checkpoints have no other weights. Write the adapters as a peft folder "
-            "with --adapter, or the whole model with the adapters folded in with --merge (--layout file or hf).",
+            "{run} trains adapters, and its checkpoints have no other weights. Pass --adapter to write the adapters as "
+            "a peft folder, or --merge to write the whole model with merged adapters (--layout file or hf).",
             run=run,
         )
 

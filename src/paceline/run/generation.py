@@ -254,7 +254,7 @@ class TextModel:
         if len(prompt) >= self.context:
             raise RunError(
                 "generate.prompt_too_long",
-                "the prompt has {tokens} tokens, but the model reads at most {context}, including the generated ones. "
+                "the prompt has {tokens} tokens, but the model's context is {context}, including the generated tokens. "
                 "Shorten the prompt.",
                 tokens=len(prompt),
                 context=self.context,
@@ -332,7 +332,7 @@ def no_tokenizer() -> JobError:
     return JobError(
         "generate.no_tokenizer",
         "the job has no tokenizer, so text cannot be read or written: neither data.tokenizer nor the folder of the "
-        "model names one. Add a tokenizer.json to the folder of the model.",
+        "model has one. Add a tokenizer.json to the folder of the model.",
     )
 
 
@@ -340,7 +340,7 @@ def _must_write_text(model: ModelSpec) -> None:
     if model.task is not None and model.task not in _LANGUAGE_TASKS:
         raise JobError(
             "generate.not_a_language_model",
-            "a model for the task {task} does not write text. Text is generated with the tasks {known}.",
+            "a model for the task {task} does not write text. Models for the tasks {known} do.",
             task=model.task,
             known=list(_LANGUAGE_TASKS),
         )
@@ -358,7 +358,7 @@ def _ends(folder: Path) -> set[int]:
 def _no_chats() -> ChatForm:
     raise JobError(
         "generate.no_chat_template",
-        "the data of the job has no tokenizer with a chat template. Leave --chat out.",
+        "the data of the job has no tokenizer with a chat template. Leave out --chat.",
     )
 
 

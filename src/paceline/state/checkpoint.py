@@ -315,8 +315,8 @@ def refuse_other_base(digest: str, loaded: Loaded) -> None:
     if loaded.values.get("base") != digest:
         raise CheckpointError(
             "checkpoint.of_other_base",
-            "the adapters in the checkpoint of step {step} were trained beside other weights: the model's folder, its "
-            "code or the way in which it is initialised has changed. Restore the weights, or start a new run.",
+            "the adapters in the checkpoint of step {step} were trained with different base weights: the model's "
+            "folder, its code or its initialisation has changed. Restore the base weights, or start a new run.",
             step=loaded.step,
         )
 

@@ -85,7 +85,7 @@ def targets_of(model: nn.Module, spec: LoraSpec) -> list[str]:
     if not found:
         raise JobError(
             "adapter.no_linear_layer",
-            "adapter.lora.targets is {all_linear}, but the model has no linear layer beside its output head. Name the "
+            "adapter.lora.targets is {all_linear}, but the model has no linear layer besides its output head. Name the "
             "layers: targets: [PATTERN]",
             all_linear=ALL_LINEAR,
         )
@@ -146,7 +146,7 @@ def _refuse_unmergeable(model: nn.Module, spec: LoraSpec, targets: list[str]) ->
         if spec.dora and type(layer) is not nn.Linear:
             raise JobError(
                 "adapter.dora_of_layer",
-                "adapter.lora.dora supports nn.Linear, but {layer} is {kind}. Leave the layer out of targets, or "
+                "adapter.lora.dora supports only nn.Linear, but {layer} is {kind}. Leave the layer out of targets, or "
                 "remove dora.",
                 layer=target,
                 kind=type(layer).__name__,

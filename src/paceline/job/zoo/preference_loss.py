@@ -102,8 +102,8 @@ class DPO:
             return own - self._reference
         raise JobError(
             "loss.without_reference",
-            "loss dpo compares the model with its first weights, which only an engine of paceline keeps. Train with "
-            "`paceline train`.",
+            "loss dpo compares the model with its initial weights, of which only a paceline job keeps a copy. Train "
+            "with `paceline train`.",
         )
 
 
@@ -117,7 +117,9 @@ class Reward:
     def __init__(self, name: str, loss: Any) -> None:
         if loss is not None and not hasattr(loss, "rewards"):
             raise JobError(
-                "metric.without_rewards", "metric {name} needs rewards of pairs, as the loss dpo has them.", name=name
+                "metric.without_rewards",
+                "metric {name} needs the rewards of preference pairs. Use loss: dpo, or remove the metric.",
+                name=name,
             )
         self.name, self._loss, self.higher_is_better = name, loss, HIGHER_IS_BETTER[name]
 

@@ -322,7 +322,7 @@ def _reference_of_local_steps(context: PlanContext) -> PlanProblem | None:
         return None
     return PlanProblem(
         "plan.reference_of_local_steps",
-        "plan {plan} lets replicas train independently, so their copies of the first weights, which are the "
+        "plan {plan} lets replicas train independently, so their copies of the initial weights, which are the "
         "reference of the loss, could differ. Use sync=allreduce.",
     )
 
@@ -444,8 +444,8 @@ def _narrow_weights(context: PlanContext) -> PlanProblem | None:
         return None
     return PlanProblem(
         "plan.dtype_and_precision",
-        "model.dtype is bf16, so the weights are held in bf16, but precision is {precision}. Use precision: bf16, or "
-        "hold the weights in fp32.",
+        "model.dtype is bf16, so the weights are in bf16, but precision is {precision}. Use precision: bf16, or set "
+        "model.dtype: fp32.",
         precision=precision,
     )
 

@@ -203,8 +203,8 @@ def _matrices_on_servers(context: PlanContext) -> PlanProblem | None:
         return None
     return PlanProblem(
         "plan.matrices_on_servers",
-        "plan {plan} lets parameter servers take the optimizer's steps on rows of the parameters, but muon needs whole "
-        "matrices. Use sync=allreduce, or the optimizer adamw.",
+        "plan {plan} updates rows of the parameters on parameter servers, but muon needs whole matrices. Use "
+        "sync=allreduce, or the optimizer adamw.",
     )
 
 
