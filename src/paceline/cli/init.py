@@ -204,7 +204,7 @@ def _finetune(data: Path | None, model: Path | None, folder: Path) -> Values:
     has_weights = model.is_dir() and any(model.glob("*.safetensors"))
     found = f"{{hf: {_relative(model if has_weights else config, folder)}, task: causal_lm}}"
     if not has_weights:
-        found += "  # there are no weights (*.safetensors) beside the configuration, so the model starts random"
+        found += "  # there are no weights (*.safetensors) beside the configuration, so the weights are random"
     columns = _columns(data)
     task = "dpo" if "chosen" in columns else "sft" if columns & {"messages", "prompt", "conversations"} else "pretrain"
     values = {"model": found, "task": task, "lr": "0.0000005" if task == "dpo" else "0.00002"}

@@ -1,6 +1,6 @@
 """Conversion of conversations to tokens by a tokenizer's chat template.
 
-Templates are Jinja programs of other people. transformers renders them in a sandbox, in which they cannot reach Python.
+Templates are third-party Jinja programs. transformers renders them in a sandbox without access to the interpreter.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _FILE, _CONFIG, _KEY = "chat_template.jinja", "tokenizer_config.json", "chat_tem
 _MARKERS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _EXTRAS = ("tools", "documents", "chat_template_kwargs")
 _NOW = re.compile(r"""strftime_now\s*\(\s*(['"])(.*?)\1\s*\)""")
-_ROLES = {  # of ShareGPT, to those of chat templates
+_ROLES = {  # role in ShareGPT's format: role in chat templates
     "human": "user",
     "user": "user",
     "gpt": "assistant",
@@ -41,7 +41,7 @@ _ROLES = {  # of ShareGPT, to those of chat templates
     "tool": "tool",
     "observation": "tool",
 }
-_PROMPT: Any = "the prompt"  # where a message is, if it comes from no file
+_PROMPT: Any = "the prompt"  # stands for `Where` if messages are not from a file
 _OTHER_TEMPLATE = (
     "Set data.template to a template with {% generation %} markers around the assistant's turns, or train_on: all"
 )
@@ -66,9 +66,9 @@ class ChatForm:
     Attributes:
         tokenizer: the tokenizer.
         template: the Jinja source of the chat template; None if only plain prompts and completions can be read.
-        train_on: tokens that the model learns to write: of all turns of the assistant, of the last one, or all tokens.
+        train_on: tokens that count in the loss: those of all turns of the assistant, of the last one, or all tokens.
         arguments: variables of the template, such as `eos_token`.
-        columns: names in the files of the columns, by their name here.
+        columns: names of columns in the files, by their standard names such as `prompt`.
     """
 
     tokenizer: Tokenizer
@@ -82,7 +82,7 @@ class ChatForm:
         """Read the chat template of a tokenizer's folder, or the file `template`.
 
         Args:
-            date: day that the template gets instead of today, so that every start makes the same tokens.
+            date: date that the template gets instead of today's, so that every start makes the same tokens.
 
         Raises:
             DataError: the template cannot be read, is invalid, or its text differs from one start to the next.
@@ -128,8 +128,8 @@ class ChatForm:
     def pair(self, row: Mapping[str, Any], where: Where) -> tuple[Turns, Turns]:
         """Convert a row with `prompt`, `chosen` and `rejected` to the two completed sequences.
 
-        Without `prompt`, or if it is a text that `chosen` and `rejected` begin with as messages, the prompt is what
-        both have in common at their beginning.
+        Without `prompt`, the prompt is the common beginning of `chosen` and `rejected`. The same holds if `prompt` is a
+        text, and both `chosen` and `rejected` begin with a message of this text.
 
         Raises:
             DataError: the row has no pair, or the template refuses it; see `__call__`.
@@ -384,7 +384,8 @@ def _content(message: Mapping[str, Any]) -> Any:
 def _common(chosen: Any, rejected: Any, where: Where) -> int:
     """Return the number of messages, or of characters, that two completed conversations have in common.
 
-    A completion has at least one message, and begins with a space where texts begin to differ within a word.
+    A completion has at least one message. Completions that are texts begin with the space before the first word that
+    differs.
     """
     both = isinstance(chosen, list) and isinstance(rejected, list)
     if not both and not (isinstance(chosen, str) and isinstance(rejected, str)):

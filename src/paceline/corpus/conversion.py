@@ -66,8 +66,8 @@ def tokenize(
         workers: number of processes; by default, the number of cores.
         progress: function that receives the number of rows and tokens so far, several times per second.
         wait: True to wait while another process writes to the folder, False to raise an error.
-        turns: function that converts a row, in place of the column: its tokens, and those that are trained. Rows
-            without trained tokens are left out, as if they were empty.
+        turns: function that converts a whole row instead of the column. It returns the tokens, and which of them count
+            in the loss. Rows without tokens that count are left out, like empty rows.
 
     Raises:
         DataError: the folder cannot be written, holds other files, belongs to another tokenizer or column, or another

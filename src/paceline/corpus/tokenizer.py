@@ -125,7 +125,7 @@ class Tokenizer:
         return found.ids, found.offsets
 
     def is_added(self, token: int) -> bool:
-        """Return True for a token that no ordinary text has, such as an end token."""
+        """Return True for a token that ordinary text never contains, such as an end token."""
         return token in self._added
 
     @functools.cached_property

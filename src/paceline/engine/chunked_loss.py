@@ -1,7 +1,7 @@
 """Cross-entropy that the output head computes in chunks, without whole logits.
 
-Start with `chunked_head`. Within `ChunkedHead.training`, the head returns the loss in place of its logits. The weight
-is read inside of the head's own forward pass, so FSDP gathers it, and tensor parallelism divides it, as always.
+Start with `find_head`. Within `ChunkedHead.training`, the head returns the loss instead of its logits. The weight is
+read inside the head's own forward pass, so FSDP gathers it and tensor parallelism divides it as usual.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from paceline.split.cross_entropy import ClassLoss, chunked_cross_entropy, divid
 from paceline.split.tensor_layers import copy
 from paceline.units import size
 
-# a head with fewer classes does not reach this limit with a common number of tokens, and is not searched for
+# the logits of fewer classes stay below WHOLE_LOGITS_BYTES with usual numbers of tokens, so no head is searched for
 _CLASSES = 4096
 
 
@@ -269,7 +269,7 @@ class ChunkedHead:
             DataError: the labels are not integers, or do not fit the input's shape.
         """
         assert self.target is not None
-        # no memory: all logits are one number
+        # takes no memory, because all elements are the same number
         logits = input.new_empty(()).expand(*input.shape[:-1], self.classes)
         _, labels = classes_on_dim_1(logits, self.target)
         if len(labels) != input.shape[:-1].numel():

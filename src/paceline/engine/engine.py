@@ -332,7 +332,7 @@ class RankEngine:
 
     @property
     def copies(self) -> list[FirstWeights]:
-        """The copies of the weights beside the optimizer: `average` and `first`."""
+        """The copies of the weights that exist, among `average` and `first`."""
         return [copy for copy in (self.average, self.first) if copy is not None]
 
     @property

@@ -267,8 +267,8 @@ class Settings:
 
     Attributes:
         compare_every: number of updates between comparisons of the replicas' parameters and buffers.
-        keeps_base: True if the parameters without gradients never change and can be made again, so that the state of
-            a rank leaves them out.
+        keeps_base: True if the frozen parameters can be loaded or initialised again, so that the state of a rank
+            leaves them out.
         run_ahead: True if the loop reads the result of a step only after it has queued the next step; see `runs_ahead`.
     """
 

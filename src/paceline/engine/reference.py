@@ -16,13 +16,13 @@ if TYPE_CHECKING:
 
 
 class Reference:
-    """Reference of a loss such as `dpo`: the trained model with its first weights.
+    """Reference of a loss such as `dpo`: the trained model with its initial weights.
 
-    The first weights take the place of the trained weights during a forward pass. The pass runs in eval mode, through
-    the same parts of the model as an evaluation. Only trained weights have a copy; a frozen base is shared.
+    During a forward pass, the initial weights replace the trained weights. The pass runs in eval mode, through the same
+    parts of the model as an evaluation. Only trained weights are copied; a frozen base is shared.
 
     Args:
-        weights: context in which the model has its first weights.
+        weights: context in which the model has its initial weights.
     """
 
     def __init__(self, compute: Compute, weights: Callable[[], AbstractContextManager[None]]) -> None:
@@ -31,8 +31,8 @@ class Reference:
     def of(self, parts: Sequence[Batch]) -> list[AbstractContextManager[None]]:
         """Compute the reference of microbatches.
 
-        In the context that belongs to a microbatch, the loss knows its reference. Every rank that takes part in the
-        forward pass of these microbatches must call this method.
+        Within the context of a microbatch, the loss uses the reference of this microbatch. Every rank that takes part
+        in the forward pass of these microbatches must call this method.
         """
         compute, loss = self.compute, cast(Any, self.compute.loss)
         found = []
@@ -69,7 +69,7 @@ def in_eval_mode(model: nn.Module) -> Iterator[None]:
 def _no_stale_casts() -> Iterator[None]:
     """Return a context that shares no weights in low precision with the code around it.
 
-    An evaluation runs in one autocast context, which would keep the weights that it cast before they were exchanged.
+    An evaluation runs in one autocast context, whose cache would otherwise return casts of the replaced weights.
     """
     torch.clear_autocast_cache()
     try:

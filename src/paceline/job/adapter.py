@@ -18,9 +18,9 @@ class LoraSpec(Spec):
 
     A layer with the weight W computes with W + alpha / r · B A instead. Only A, of r rows, and B, of r columns, are
     trained. `targets` are patterns of the names of layers; `all-linear` means all linear layers except the output head.
-    `dropout` is the probability with which an input of an adapter is zero. With `dora` (arXiv:2402.09353), the lengths
-    of the adapted weight's rows are trained, too. `train` are patterns of parameters that are trained as a whole, such
-    as a new classification head.
+    `dropout` is the dropout probability of the adapters' inputs. With `dora` (arXiv:2402.09353), the norms of the
+    adapted weight's rows are trained, too. `train` are patterns of parameters that are trained directly, such as a new
+    classification head.
     """
 
     r: int = Field(16, ge=1)

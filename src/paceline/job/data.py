@@ -381,12 +381,12 @@ class Tokens(TokenizerSpec):
 
 
 class TemplateSpec(TokenizerSpec):
-    """Keys of files whose rows become text by a chat template."""
+    """Keys of files whose rows a chat template converts to text."""
 
     columns: dict[str, str] = Field(default_factory=dict)  # names of columns in the files: {completion: answer}
     template: Path | None = None  # a file with another chat template
     template_args: Args = Field(default_factory=dict)  # variables of the template, such as {enable_thinking: false}
-    date: dates.date = dates.date(2024, 7, 26)  # the day that a template gets in place of today
+    date: dates.date = dates.date(2024, 7, 26)  # date that a template gets instead of today's
 
 
 class Chat(TemplateSpec):
@@ -394,7 +394,7 @@ class Chat(TemplateSpec):
 
     Messages are dicts of `role` and `content`, and become text by the chat template of the tokenizer. The columns
     `tools`, `documents` and `chat_template_kwargs` are passed to the template. `conversations` in the form of ShareGPT
-    are read too. A prompt and its completion are two texts, which the end token follows, or two lists of messages.
+    are read too. A prompt and its completion are two texts, to which the end token is added, or two lists of messages.
 
     The model learns to write the tokens of the assistant's turns, including the token that ends a turn, and no others.
     Longer conversations are cut at `context` tokens. With `pack`, a sample holds several conversations, whose positions
@@ -417,9 +417,9 @@ class Chat(TemplateSpec):
 class Preferences(TemplateSpec):
     """Pairs of a chosen and a rejected completion, in rows with `prompt`, `chosen` and `rejected`.
 
-    The three are texts, or lists of messages, which become text by the chat template of the tokenizer. Without
-    `prompt`, the prompt is what `chosen` and `rejected` have in common at their beginning. Only tokens of the
-    completions count. A sample is a pair, and each of its sequences is cut at `context` tokens.
+    Each is a text, or a list of messages, which the tokenizer's chat template converts to text. Without `prompt`, the
+    prompt is the common beginning of `chosen` and `rejected`. Only tokens of the completions count in the loss. A
+    sample is a pair, and each of its sequences is cut at `context` tokens.
     """
 
     kind: Literal["preferences"]

@@ -37,7 +37,7 @@ from paceline.storage.url import DATA_VERSIONS, checked_url, is_url, local_path
 from paceline.yaml_file import explain
 
 Task = Literal["pretrain", "sft", "dpo"]
-# kinds of data of each task, beside those whose samples a user's own code makes
+# kinds of data of each task, besides those whose samples come from a user's code
 _KINDS_OF = {"pretrain": ("tokens", "text", "synthetic"), "sft": ("chat",), "dpo": ("preferences",)}
 _ANY_SAMPLES = ("records", "mixture", "dataset", "iterable")
 _LOSSES_OF_TOKENS = ("cross_entropy", "model", "CrossEntropyLoss")

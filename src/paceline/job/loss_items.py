@@ -101,8 +101,9 @@ class Term:
 def trimmed(batch: Batch) -> Batch:
     """Return a batch of causal sequences without the positions after the last label that counts.
 
-    These positions change no other output, so the loss and its gradient stay the same. A multiple of 8 positions
-    remains. A batch whose tensors are not all of the shape of the labels is returned unchanged.
+    These positions change no other output, so the loss and its gradient stay the same. The number of remaining
+    positions is rounded up to a multiple of 8. A batch is returned unchanged if a tensor has another shape than the
+    labels.
 
     Args:
         batch: tokens and labels in host memory, each of shape (n, t), or (n, 2, t) for pairs.
@@ -284,7 +285,7 @@ def has_pairs(loss: object) -> bool:
 
 
 def has_reference(loss: object) -> bool:
-    """Return True if a loss compares the model with its first weights (`has_reference = True`)."""
+    """Return True if a loss compares the model with its initial weights (`has_reference = True`)."""
     return bool(getattr(loss, "has_reference", False))
 
 

@@ -85,7 +85,7 @@ class Layouts:
         self.job, self.machines = job, on
         self._traces: dict[tuple[str, int], ModelTrace] = {}
         self.trace = self.trace_at(job.precision)
-        by_name = job.optimizer.name == "muon"  # only then, the model's parameters must be known
+        by_name = job.optimizer.name == "muon"  # the only optimizer whose cost depends on the model's parameters
         self.state_tensors = state_tensors(job, model_info(job.model)) if by_name else job.state_tensors
         self.matrices = matrix_work(job, model_info(job.model)) if by_name else (0.0, 0.0)
         self.held_part = 1.0 if job.quantize is None else model_info(job.model).held_part

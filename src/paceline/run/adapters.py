@@ -28,7 +28,7 @@ _PREFIX = "base_model.model."  # of all names in a peft file
 
 
 def check_kind(run: Path, kind: Kind | None, *, dcp: bool) -> None:
-    """Verify that an export names what to write of a run with or without adapters.
+    """Verify that the options of an export fit a run with or without adapters.
 
     Raises:
         RunError: the options do not fit the run.
@@ -64,7 +64,7 @@ def export_adapter(run: Path, out: Path, checkpoint: str = NEWEST, weights: str 
         weights: see `export`.
 
     Raises:
-        RunError: there is no checkpoint, a module is only trained in part, or `out` exists or cannot be written.
+        RunError: there is no checkpoint, only a part of a module is trained, or `out` exists or cannot be written.
         CheckpointError: every checkpoint is damaged or incomplete.
     """
     spec = run_of(run).job.model
@@ -90,7 +90,7 @@ def export_merged(
 ) -> None:
     """Write the model of a checkpoint, with its adapters folded into their base layers.
 
-    The model is in memory as a whole.
+    The whole model is in memory.
 
     Args:
         run: a run directory, its `checkpoints/`, or one checkpoint in it.
@@ -101,7 +101,7 @@ def export_merged(
 
     Raises:
         RunError: there is no checkpoint, or `out` exists or cannot be written.
-        CheckpointError: every checkpoint is damaged or incomplete, or the base is not that of the run.
+        CheckpointError: every checkpoint is damaged or incomplete, or the base weights have changed.
     """
     if out.exists():
         raise RunError(

@@ -149,7 +149,7 @@ def _must_be_new(folder: Path) -> None:
 
 @contextmanager
 def new_folder_as(out: Path) -> Iterator[Path]:
-    """Create a temporary folder, whose folder `model` becomes `out` in the end."""
+    """Create a temporary folder, whose subfolder `model` becomes `out` at the end."""
     try:
         with new_folder_beside(out) as folder:
             (folder / "model").mkdir(mode=0o700)
@@ -224,7 +224,7 @@ def _write(loaded: Loaded, out: Path, *, tied: bool, weights: str | None) -> Non
 
 
 def _formats(checkpoint: Path) -> dict[str, RowFormat]:
-    """Return the formats of the weights that a run holds quantized; checkpoints have their bytes."""
+    """Return the formats of a run's quantized weights, whose bytes are in its checkpoints."""
     from paceline.run.record.run import Run
 
     path = checkpoint.absolute().parents[1]
@@ -327,9 +327,9 @@ def weights_from(path: Path | str) -> TensorPieces:
 def fitted(source: TensorPieces, model: nn.Module) -> WeightSource:
     """Map the tensors of `source` to the parameter and buffer names of `model`.
 
-    The result covers the model's whole state dict, except for adapters, or for a head that the weights' own
-    architecture lacks: a folder of `BertForMaskedLM` begins a `BertForSequenceClassification`, whose classifier keeps
-    its random values. The model may be on the meta device, but must not be divided yet.
+    The result covers the model's whole state dict, except for adapters, and for a head that the folder's architecture
+    lacks. For example, a `BertForSequenceClassification` can start from weights of `BertForMaskedLM`; its classifier
+    keeps its random values. The model may be on the meta device, but must not be divided yet.
     The source may have a tied tensor under any of its names. In a transformers model, names may have or lack the
     prefix of the base model. If a model fuses several published tensors into one parameter (as the experts of Mixtral),
     transformers reads the weights, and each rank temporarily needs memory for the whole model.

@@ -4,8 +4,8 @@ Two formats are read: `.metadata` with `.distcp` files, and the sharded safetens
 
 `.metadata` is a pickle, which could run any code. It is read by an unpickler that knows the names of DCP's classes and
 replaces each by a plain record, so nothing of torch is constructed. Any other name is refused before it is looked up.
-The `.distcp` files are sequences of zip archives of `torch.save`. Their numbers are read in place, and the small pickle
-that holds strides is read by torch's weights-only loader.
+The `.distcp` files are sequences of zip archives of `torch.save`. Their numbers are memory-mapped, and torch's
+weights-only loader reads the small pickle with the strides.
 """
 
 from __future__ import annotations
@@ -173,7 +173,7 @@ class _Metadata(pickle.Unpickler):
     def __init__(self, file: Any, path: Path) -> None:
         super().__init__(file)
         self._path = path
-        # new classes for each file, which a file could not change for others
+        # new classes for each file, so that no file can change the classes of another
         self._made: dict[str, type[_Record]] = {}
 
     @classmethod
@@ -329,7 +329,7 @@ class _Slice(io.RawIOBase):
 
 @contextmanager
 def _unreadable(file: Path) -> Iterator[None]:
-    """Report a file that cannot be read, or that is not of a checkpoint."""
+    """Report a file that cannot be read, or that does not belong to a checkpoint."""
     try:
         yield
     except (

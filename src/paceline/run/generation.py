@@ -1,4 +1,4 @@
-"""Text that the language model of a run continues, token by token."""
+"""Text that the language model of a run generates, token by token."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Sampling:
         temperature: divisor of the logits; None chooses the most likely token.
         top_p: draw from the smallest set of tokens with at least this probability.
         top_k: draw from this number of most likely tokens.
-        seed: seed of the drawn tokens.
+        seed: seed for sampling tokens.
     """
 
     max_new_tokens: int = 128
@@ -71,7 +71,7 @@ class Sampling:
 class TextForm:
     """Conversion of prompts to tokens and of tokens to text.
 
-    Prompts become the tokens that they become in the training of a job.
+    Prompts become the same tokens as in the training of the job.
 
     Attributes:
         ends: tokens that end a text.
@@ -130,7 +130,7 @@ class TextForm:
     def encode_chat(self, messages: Messages) -> list[int]:
         """Convert a conversation to tokens with the chat template.
 
-        The token that ends a turn in the template ends texts from now on.
+        From this call on, the token that ends a turn in the template also ends generated texts.
         """
         chats = self._chats()
         if (end := chats.end_of_turn) is not None:
@@ -163,7 +163,7 @@ class TextModel:
         """Load the model of a run's checkpoint.
 
         Raises:
-            JobError: the model is no language model, or there is no tokenizer.
+            JobError: the model is not a language model, or there is no tokenizer.
             RunError: the checkpoint does not exist.
         """
         job = run.job
@@ -200,7 +200,7 @@ class TextModel:
             RunError: the prompt is empty, or leaves no room in the context of the model.
         """
         sampling = self._within_context(prompt, sampling)
-        # a model that reads and writes begins a text of its own
+        # the output of an encoder-decoder model does not begin with the prompt
         text = _Text(self.form, [] if self._encodes else list(prompt), show)
         if isinstance(self.model, _generating()):
             self._generate(prompt, sampling, text)

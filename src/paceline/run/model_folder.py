@@ -138,7 +138,7 @@ def _training(run: Run, step: int, weights: str) -> Iterator[tuple[str, Any]]:
     job = run.job
     yield "base", _base(job)
     if job.quantize is not None:
-        yield "frozen layers", f"trained beside {job.quantize}, exported in full precision"
+        yield "frozen layers", f"in {job.quantize} during training, dequantized for the export"
     yield "data", ", ".join(_data(job.data))
     yield "steps", f"{step:,}"
     yield "global batch", count(job.global_batch, "sample")

@@ -93,14 +93,14 @@ class SavedModel:
 def whole_model(run: Run, checkpoint: str = NEWEST, weights: str | None = None) -> nn.Module:
     """Build the model of a run on one device, with the weights of a checkpoint.
 
-    The frozen weights beside adapters are made anew, as those of a run that begins.
+    With adapters, the frozen base weights are read or initialised again, as at the start of a run.
 
     Args:
         weights: see `paceline.run.convert.export`.
 
     Raises:
         RunError: the checkpoint does not exist, or belongs to another model.
-        CheckpointError: the adapters were trained beside other weights.
+        CheckpointError: the adapters were trained with different base weights.
     """
     run.job.model.must_be_at_hand()
     seed_all(run.job.seed)
@@ -126,7 +126,7 @@ def whole_model(run: Run, checkpoint: str = NEWEST, weights: str | None = None) 
 
 
 def _with_base(run: Run, model: nn.Module, checkpoint: str) -> dict[str, Tensor]:
-    """Load the weights beside the adapters; return the tensors that the checkpoint has."""
+    """Load the base weights of adapters; return the tensors that the checkpoint has."""
     load_published(run.job, model)
     held = {**dict(model.named_parameters()), **packed_weights(model)}  # as the run holds them
     refuse_other_base(digest_of_frozen(held), chosen_checkpoint(run.path, checkpoint))

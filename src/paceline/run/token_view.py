@@ -28,7 +28,7 @@ class Stretch:
     Attributes:
         text: the tokens as text.
         document: number of the document in the sample, from 1.
-        counted: whether the model learns to predict these tokens: the loss counts them as labels.
+        counted: True if the loss counts these tokens as labels.
     """
 
     text: str
@@ -195,7 +195,7 @@ def _learned(ids: Tensor, labels: Tensor, starts: Tensor) -> Tensor:
     if not counted[:-1].any() or (follows & counted[:-1]).sum() < _NEARLY_ALL * counted[:-1].sum():
         return counted
     learned = torch.cat([counted[:1], counted[:-1]])
-    # the first token of a document is nowhere a label, so it is shown like the second one
+    # the first token of a document is never a label, so it is shown like the second one
     first = starts.clone()
     first[0] = True
     following = torch.cat([learned[1:], learned[-1:]])

@@ -106,7 +106,7 @@ class OperationLog:
     def replay(self, wanted: Mapping[str, View], take: Take) -> None:
         """Run the construction again, and call `take` for each finished tensor of `wanted`.
 
-        Other tensors are not computed. If a wanted tensor is random, all random numbers are drawn, however, so the
+        Other tensors are not computed. However, if a wanted tensor is random, all random numbers are drawn, so that the
         generators end in the same state as after a plain construction. Only unfinished tensors are in memory; for most
         models, this is one tensor at a time.
         """

@@ -56,10 +56,11 @@ def chunked_cross_entropy(
 ) -> Tensor:
     """Compute the mean cross-entropy of the logits `hidden @ weight.T + bias`, without keeping the logits.
 
-    The logits of one chunk of rows exist at a time. The forward pass also computes the gradients, so that no logits are
-    computed twice (Liger Kernel, arXiv:2410.10989; Cut Cross-Entropy, arXiv:2411.09009). The products have the same
-    precision as in a linear layer, and the loss at least 32 bits. Every tp rank returns the same loss, with the shape
-    (1, ..., 1) of as many dimensions as `hidden`. Its gradient of `hidden` is a partial sum.
+    Only the logits of one chunk of rows are in memory at a time. The forward pass also computes the gradients, so that
+    no logits are computed twice (Liger Kernel, arXiv:2410.10989; Cut Cross-Entropy, arXiv:2411.09009). The products
+    have the same precision as in a linear layer, and the loss has at least 32 bits. Every tp rank returns the same
+    loss, with the shape (1, ..., 1) of as many dimensions as `hidden`. With tp, the gradient of `hidden` is a partial
+    sum, which the caller reduces.
 
     Args:
         hidden: inputs of the output head, shape (..., features).
@@ -69,10 +70,10 @@ def chunked_cross_entropy(
         chunk: number of rows in a chunk; None chooses it by the number of rows (`chunk_rows`).
         label_smoothing: fraction of each label that is spread over all classes.
         class_weight: weight of each class of all ranks. If given, the mean is weighted by the labels' weights.
-        loss_scale: factor on the gradients that the forward pass computes, which the backward pass divides out. With
-            the loss scale of fp16, small gradients do not vanish.
-        skips: whether to leave out rows with ignored labels. Their number is read on the host, which on an accelerator
-            waits for the labels.
+        loss_scale: factor on the gradients that the forward pass computes, which the backward pass divides out. The
+            loss scale of fp16 keeps small gradients from underflow.
+        skips: whether to leave out rows with ignored labels. This reads their number on the host, and so waits for an
+            accelerator.
     """
     how = _How(chunk, tp, label_smoothing, class_weight, loss_scale, transposed, skips, torch.is_grad_enabled())
     loss: Tensor = _Chunked.apply(hidden, weight, bias, target, how)
@@ -114,7 +115,9 @@ class _Chunked(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.gradients is None:
-            raise RuntimeError("the gradients of a chunked cross-entropy exist once: call backward a single time")
+            raise RuntimeError(
+                "the gradients of a chunked cross-entropy are kept for one backward pass: call backward only once"
+            )
         gradients, ctx.gradients = ctx.gradients, None
         ratio = grad.reshape(()) / ctx.loss_scale
         is_one = ratio.device.type == "cpu" and float(ratio) == 1.0
@@ -226,7 +229,7 @@ class _Rows:
     divided by the sum of w_y.
 
     Attributes:
-        exponentials: the memory of the logits, which has exp(x - max x) afterwards.
+        exponentials: the memory of the logits, which then holds exp(x - max x).
         log_sum: log-sum-exp of each row.
         scale: factor that turns `exponentials` into the first term of the gradient.
     """

@@ -47,7 +47,7 @@ class DeferredModel:
         Names refer to the undivided model. A tied tensor is passed once, under its first name. Parameters are passed in
         the order in which the construction finishes them. A tensor is freed when `take` returns, unless `take` keeps a
         reference. torch's random state is reset to its state before the construction. If one of the tensors is random,
-        it is afterwards the same as after a plain construction.
+        the random state is then the same as after a plain construction.
 
         The values are bit-equal to those of a plain construction with the same number of threads. Random numbers do not
         depend on the number of threads, but the rounding of linear algebra (orthogonal initialisation) does.

@@ -295,7 +295,7 @@ def _of_expert(box: Box, expert: int) -> Box:
 
 
 def _work(shape: Sequence[int]) -> int:
-    """Return a number that grows like the operations of an orthogonalization."""
+    """Return a number proportional to the FLOPs of an orthogonalization."""
     rows, columns = matrix_shape(shape)
     small, large = sorted((rows, columns))
     return small * small * (2 * large + small)

@@ -1,4 +1,4 @@
-"""Copies of the weights beside an optimizer: their moving average, and the weights before training."""
+"""Copies of the weights in an optimizer's state: moving averages, and weights before training."""
 
 from __future__ import annotations
 

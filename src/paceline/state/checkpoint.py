@@ -304,7 +304,7 @@ def _weights(dim: int, start: int, length: int, device: torch.device) -> Tensor:
 
 
 def refuse_other_base(digest: str, loaded: Loaded) -> None:
-    """Refuse adapters of a checkpoint that were trained beside other weights.
+    """Refuse adapters of a checkpoint that were trained with different base weights.
 
     Args:
         digest: `base_digest` of the model.

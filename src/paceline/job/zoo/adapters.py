@@ -16,7 +16,7 @@ from paceline.extensions import quiet_transformers
 from paceline.job.adapter import ALL_LINEAR, LoraSpec
 from paceline.job.parameters import matching, names_of
 
-NAME = "default"  # peft's name of an only adapter
+NAME = "default"  # peft's name of an adapter if there is only one
 _MAGNITUDE = f"lora_magnitude_vector.{NAME}.weight"
 # classes of layers that peft adapts with weights that are plain parameters
 _ADAPTABLE = (nn.Linear, nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -24,7 +24,7 @@ _HEADS = ("lm_head", "score", "classifier", "classification_head", "head", "outp
 
 
 def add_lora(model: nn.Module, spec: LoraSpec) -> nn.Module:
-    """Put adapters beside layers of a model, in place, and freeze all other parameters.
+    """Add adapters to layers of a model, in place, and freeze all other parameters.
 
     The adapters' weights are drawn from torch's current random state, as `peft` draws them.
 
@@ -55,7 +55,7 @@ def add_lora(model: nn.Module, spec: LoraSpec) -> nn.Module:
 
 
 def peft_config(model: nn.Module, spec: LoraSpec, targets: list[str]) -> Any:
-    """Return peft's configuration of adapters beside the layers `targets` of a model.
+    """Return peft's configuration of adapters for the layers `targets` of a model.
 
     The model may already have the adapters.
     """
@@ -191,7 +191,7 @@ def _head(model: Any) -> nn.Module | None:
 
 
 def _condensed(model: nn.Module, targets: list[str]) -> list[str] | str:
-    """Return short names of the layers if they match no other layer, else an expression."""
+    """Return short names of the layers if these are unambiguous, else a regular expression."""
     ends = sorted({name.rpartition(".")[2] for name in targets})
     adapted = {f"{name}." for name, _ in lora_layers(model)}
     names = [name for name, _ in model.named_modules() if not any(name.startswith(prefix) for prefix in adapted)]

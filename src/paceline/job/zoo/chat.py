@@ -123,7 +123,7 @@ class PreferenceSamples(TemplateSamples):
     def read(self, index: int, shard: int) -> list[Contents]:
         """Read a pair as tokens.
 
-        `counts` receives the number of tokens cut off (`cut`), and of pairs with a completion of which no token is left
+        `counts` receives the number of tokens cut off (`cut`), and of pairs in which a completion has no token left
         (`untrained`).
         """
         row = int(self._firsts[shard] + index - self.starts[shard])

@@ -1,8 +1,8 @@
 """Adam and AdamW with moments in 16 or 8 bits (`optimizer.state` in a job).
 
 torchao's own 8-bit Adam divides a rank's shard into blocks, so its results depend on the plan. Here, the codes are
-torchao's, but the blocks are parts of rows: shards of rows, or of whole blocks of columns, have the moments of the
-undivided parameter.
+torchao's, but the blocks are parts of rows. A shard of rows, or of whole blocks of columns, therefore has the same
+moments as the undivided parameter.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ _AT_ONCE = 2**20  # elements that are updated at a time, because their moments a
 class LowPrecisionAdam(torch.optim.Optimizer):
     """Adam (arXiv:1412.6980) or AdamW (arXiv:1711.05101) with moments in low precision.
 
-    Updates are computed in fp32, or in fp64 for such parameters. Moments in `bf16` are rounded up or down at random,
-    with the exact mean, because the second moment changes by less than the resolution of bf16. The random bits depend
-    only on the value and the step, so they are the same under every plan. Moments in `int8` have dynamic 8-bit codes
+    Updates are computed in fp32, or in fp64 for such parameters. Moments in `bf16` are rounded stochastically,
+    without bias, because the second moment changes by less than the resolution of bf16. The random bits depend only on
+    the value and the step, so they are the same under every plan. Moments in `int8` have dynamic 8-bit codes
     and one fp32 scale per 64 elements of a row (Dettmers et al., 2021, arXiv:2110.02861); parameters with fewer than
     two dimensions keep moments in their own type.
     """
@@ -63,7 +63,7 @@ class LowPrecisionAdam(torch.optim.Optimizer):
         return loss
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state without a change of its types, unlike torch's optimizers."""
+        """Load a state without converting its types, unlike torch's optimizers."""
         super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
         parameters = [p for group in self.param_groups for p in group["params"]]
         for number, state in state_dict["state"].items():
@@ -104,7 +104,7 @@ class LowPrecisionAdam(torch.optim.Optimizer):
         if parameter.dim() < 2:
             return torch.zeros_like(parameter)
         shape = (*parameter.shape[:-1], quantized_row_bytes("int8", parameter.shape[-1]))
-        # a scale of 0 makes every code zero
+        # with a scale of 0, every code decodes to zero
         return torch.zeros(shape, dtype=torch.uint8, device=parameter.device)
 
 
@@ -137,11 +137,11 @@ def _write(held: Tensor, values: Tensor, step: int, *, signed: bool) -> None:
 
 
 def _rounded(values: Tensor, step: int) -> Tensor:
-    """Round float32 to bfloat16 up or down at random, with an exact mean."""
+    """Round float32 to bfloat16 stochastically, without bias."""
     bits = values.contiguous().view(torch.int32)
     mixed = bits ^ (step * 0x9E3779B1 & 0x7FFFFFFF)
     for shift, factor in ((16, 0x21F0AAAD), (15, 0x735A2D97), (15, 0x2C1B3C6D), (12, 0x297A2D39)):
-        # a shift that fills with zeros, as in hashes of unsigned numbers
+        # a logical shift, as in hashes of unsigned numbers
         mixed = (mixed ^ (mixed >> shift & (1 << 32 - shift) - 1)) * factor
     drawn = (mixed >> 16) & 0xFFFF
     found = ((bits + drawn) & ~0xFFFF).view(torch.float32)

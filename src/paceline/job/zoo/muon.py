@@ -38,7 +38,7 @@ class Muon(torch.optim.Optimizer):
     """Muon (Jordan et al., 2024, https://kellerjordan.github.io/posts/muon/) beside AdamW.
 
     A step on a float32 or float64 matrix has the same bits as a step of `torch.optim.Muon`, whose Newton-Schulz
-    iteration is used. A stack of experts (3-D) is a matrix for each expert, and a filter of a convolution is a matrix
+    iteration is used. In a stack of experts (3-D), each expert is a matrix. The filters of a convolution are a matrix
     of shape (output channels, rest).
 
     Momentum and weights are updated elementwise, so ranks can hold parts of them. Only the update that is
@@ -49,7 +49,7 @@ class Muon(torch.optim.Optimizer):
     Args:
         parameters: groups; `matrices` is True in groups that Muon updates and False in groups of AdamW.
         adjust_lr_fn: scale of the learning rate for the shape of a matrix, as in `torch.optim.Muon`.
-        betas: for AdamW.
+        betas: decay rates of AdamW's moments.
 
     Attributes:
         ranks: the ranks that divide the work on matrices; None if this rank orthogonalizes all of them.

@@ -28,7 +28,7 @@ class DPO:
     the reference, which is the model before training.
 
     Args:
-        beta: weight of the difference to the reference; a smaller value lets the model move further away.
+        beta: weight of the difference from the reference; with a smaller value, the model may differ more.
         label_smoothing: probability that the preference of a pair is wrong (Mitchell, 2023, "conservative DPO").
         type: `sigmoid`, or `ipo` (Azar et al., 2023, arXiv:2310.12036). As in TRL, `ipo` uses means over the labels.
     """
@@ -53,7 +53,7 @@ class DPO:
         """Return the loss as a 0-dimensional tensor.
 
         Raises:
-            DataError: the output and the target are not of pairs.
+            DataError: the output and the target do not have the shapes of pairs.
             JobError: the loss is not computed by an engine, so the reference is missing.
         """
         ratios = self._ratios(output, target)

@@ -1,7 +1,7 @@
 """Linear layers whose frozen weights are held in 8 or 4 bits (`quantize` in a job).
 
-Blocks of 64 elements of a row share a scale: int8 by torchao, nf4 by bitsandbytes (QLoRA, arXiv:2305.14314). A shard of
-the rows, or of whole blocks of columns, of a quantized weight is therefore the quantized shard.
+Blocks of 64 elements of a row share a scale: int8 by torchao, nf4 by bitsandbytes (QLoRA, arXiv:2305.14314). To
+quantize a shard of rows, or of whole blocks of columns, gives the shard of the quantized weight.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ class QuantizedLinear(nn.Linear):
 
     Attributes:
         format: the format of the bytes.
-        dtype: the type of the weight before it was quantized, in which code that reads the weight gets it.
+        dtype: the type of the weight before quantization; code that reads the weight gets this type.
     """
 
     format: RowFormat
@@ -188,7 +188,7 @@ class QuantizedWeight:
 
 
 class _Product(torch.autograd.Function):
-    """Product with the dequantized weight, which both passes compute anew."""
+    """Product with the dequantized weight, which both passes dequantize again."""
 
     @staticmethod
     def forward(ctx: Any, input: Tensor, packed: Tensor, format: RowFormat) -> Tensor:
@@ -206,8 +206,8 @@ class _Product(torch.autograd.Function):
 def mark(model: nn.Module, kind: Quantize) -> None:
     """Mark the layers of a model whose weights are to be quantized.
 
-    These are the frozen linear layers of the repeated blocks, or all frozen linear layers if the model has no blocks.
-    Embeddings and output heads keep their type, as in QLoRA.
+    These are the frozen linear layers of the repeated blocks, so the output head keeps its type, as in QLoRA. If the
+    model has no blocks, these are all frozen linear layers.
 
     Raises:
         JobError: a library is missing, or the model has no such layer.
