@@ -14,6 +14,7 @@ import pytest
 from commands import Outcome, ended, in_a_process, started
 from paceline.elastic.forkserver import Forkserver, shared_pids
 from paceline.run.record.run import Run
+from paceline.run.record.utilization import utilization
 from simulated.environment import Simulated
 from small_jobs import small_job
 
@@ -135,6 +136,21 @@ def test_auto_says_which_figures_it_lacks_and_goes_on(simulated: Simulated, tmp_
     planned = in_a_process("plan", job_file(tmp_path, 6), folder=tmp_path, **sim)
     assert lacks in planned.error
     assert "docs/how-to/add_a_device.md" in planned.error
+
+
+def test_a_run_on_devices_with_a_known_peak_has_an_mfu_also_after_a_resume(
+    simulated: Simulated, tmp_path: Path
+) -> None:
+    sim = simulated.environment()
+    own = sim | {"PYTHONPATH": f"{entry_of_ones_own(tmp_path)}{os.pathsep}{sim['PYTHONPATH']}"}
+    trained(tmp_path, "sim", 8, **own)
+    run = trained(tmp_path, "sim", 16, "--resume", **own)
+    begun = [event for event in run.events() if event["event"] in ("start", "resume")]
+    assert [event["peak_flops"] for event in begun] == [2 * 1e11, 2 * 1e11]
+    assert begun[0]["flops"]["weights"] > 0
+    assert utilization(run.events(), run.speed) == pytest.approx(
+        run.throughput * begun[0]["flops"]["weights"] / 2e11, rel=1e-6
+    )
 
 
 def entry_of_ones_own(folder: Path) -> Path:
