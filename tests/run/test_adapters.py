@@ -47,6 +47,14 @@ class Fatal(Dataset[tuple[Tensor, Tensor]]):
         return self.tokens[index, :-1], self.tokens[index, 1:]
 
 
+class FatalPairs(Fatal):
+    """Pairs of such sequences, with the labels of the last four tokens."""
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        tokens, following = (torch.stack([each, each.flip(0)]) for each in super().__getitem__(index))
+        return tokens, torch.where(torch.arange(8) < 4, -100, following)
+
+
 class Classes(Dataset[tuple[Tensor, Tensor]]):
     """Random tokens of three classes."""
 
@@ -143,10 +151,24 @@ def test_an_evaluation_adds_the_base_to_the_adapters(alone: Run) -> None:
     assert evaluated(alone, "held_out")["loss"] == pytest.approx(alone.metrics["loss"], rel=1e-6)
 
 
-def test_a_resumed_run_under_another_plan_continues_exactly(base: Path, alone: Run, tmp_path: Path) -> None:
-    first = job(base, stop={"steps": 2})
-    run = paceline.train(first, "fsdp=2", run=tmp_path / "run")
-    run = paceline.train(job(base), "dp=2", run=run.path, resume=True)
+@pytest.mark.parametrize(
+    ("plan", "other", "own"),
+    [
+        ("fsdp=2", "dp=2", {}),
+        ("dp=1", "fsdp=2", {"quantize": "nf4"}),
+        ("dp=1", "fsdp=2", {"loss": "dpo"}),
+        ("dp=1", "fsdp=2", {"loss": "dpo", "adapter": None}),
+    ],
+    ids=str,
+)
+def test_a_resumed_run_under_another_plan_continues_exactly(
+    plan: str, other: str, own: dict[str, Any], base: Path, tmp_path: Path
+) -> None:
+    if "loss" in own:
+        own = {**own, "data": {"kind": "dataset", "factory": f"{__file__}:FatalPairs", "args": {"mark": ""}}}
+    alone = paceline.train(job(base, **own), "dp=1", run=tmp_path / "alone")
+    run = paceline.train(job(base, **own, stop={"steps": 2}), plan, run=tmp_path / "run")
+    run = paceline.train(job(base, **own), other, run=run.path, resume=True)
     torch.testing.assert_close(losses(run), losses(alone), rtol=1e-10, atol=0)
 
 
@@ -163,11 +185,22 @@ def test_other_base_weights_are_refused(base: Path, tmp_path: Path) -> None:
         whole_model(run)
 
 
-@pytest.mark.parametrize("plan", ["dp=2", "dp=2 tp=2", "fsdp=2"])
-def test_a_killed_rank_costs_no_step(plan: str, base: Path, tmp_path: Path) -> None:
-    code = f"{Path(__file__)}:Fatal"
+@pytest.mark.parametrize(
+    ("plan", "own"),
+    [
+        ("dp=2", {}),
+        ("dp=2 tp=2", {}),
+        ("fsdp=2", {}),
+        ("dp=2", {"quantize": "nf4"}),
+        ("dp=2", {"loss": "dpo"}),
+        ("dp=2", {"loss": "dpo", "adapter": None}),
+    ],
+    ids=str,
+)
+def test_a_killed_rank_costs_no_step(plan: str, own: dict[str, Any], base: Path, tmp_path: Path) -> None:
+    code = f"{Path(__file__)}:{'FatalPairs' if 'loss' in own else 'Fatal'}"
     data = {"kind": "dataset", "factory": code, "args": {"mark": str(tmp_path / "killed")}, "held_out": 0}
-    keys = {"stop": {"steps": 6}, "checkpoint": {"memory_every_steps": 1}}
+    keys = {"stop": {"steps": 6}, "checkpoint": {"memory_every_steps": 1}, **own}
     whole = paceline.train(job(base, data=data | {"args": {"mark": ""}}, **keys), "dp=1", run=tmp_path / "whole")
     run = paceline.train(job(base, data=data, **keys), plan, run=tmp_path / "run")
     assert (tmp_path / "killed").exists()
