@@ -12,7 +12,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import Dataset
 from typer.testing import CliRunner
 
@@ -21,6 +21,7 @@ from paceline.cli import app
 from paceline.errors import CheckpointError, JobError, LaunchError, RunError
 from paceline.job.job import Job
 from paceline.planning.model.model_info import model_info
+from paceline.run.build import seed_all
 from paceline.run.convert import export
 from paceline.run.record.run import Run
 from paceline.run.saved_model import evaluated, whole_model
@@ -53,6 +54,22 @@ class FatalPairs(Fatal):
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         tokens, following = (torch.stack([each, each.flip(0)]) for each in super().__getitem__(index))
         return tokens, torch.where(torch.arange(8) < 4, -100, following)
+
+
+class Normalized(nn.Module):
+    """A classifier with a batch norm; `writes` lets the forward pass change a frozen parameter."""
+
+    def __init__(self, writes: bool = False) -> None:
+        super().__init__()
+        self.first, self.norm, self.head = nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 3)
+        self.seen, self.writes = nn.Parameter(torch.zeros(8)), writes
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        values = tokens.to(self.seen.dtype)
+        if self.training and self.writes:
+            self.seen.data.add_(0.1)
+        found: Tensor = self.head(self.norm(self.first(values - self.seen)).relu())
+        return found
 
 
 class Classes(Dataset[tuple[Tensor, Tensor]]):
@@ -260,6 +277,34 @@ def test_a_new_head_is_trained_and_exported_with_the_adapters(base: Path, tmp_pa
 def test_patterns_that_fit_no_layer_are_refused(keys: dict[str, Any], code: str, base: Path) -> None:
     with raises(JobError, code):
         job(base, lora=keys).model.build()
+
+
+def normalized(base: Path, **keys: Any) -> Job:
+    """A job that trains an adapter beside `Normalized`."""
+    model = {"factory": f"{__file__}:Normalized", "args": {"writes": keys.pop("writes", False)}}
+    data = {"kind": "dataset", "factory": f"{__file__}:Classes", "held_out": 0}
+    return job(base, model=model, data=data, lora={"targets": ["first"]}, **keys)
+
+
+def test_statistics_of_a_frozen_layer_are_saved_and_exported_with_the_adapters(base: Path, tmp_path: Path) -> None:
+    alone = paceline.train(normalized(base), "dp=1", run=tmp_path / "alone")
+    run = paceline.train(normalized(base, stop={"steps": 2}), "dp=1", run=tmp_path / "run")
+    run = paceline.train(normalized(base), "dp=1", run=run.path, resume=True)
+    assert run.losses == alone.losses
+    run_cli("export", str(run.path), str(tmp_path / "adapter"), "--adapter")
+    seed_all(run.job.seed)
+    own = peft.PeftModel.from_pretrained(Normalized(), tmp_path / "adapter").eval()
+    tokens = torch.arange(8)[None]
+    with torch.no_grad():
+        torch.testing.assert_close(own(tokens), whole_model(run).float().eval()(tokens))
+
+
+@pytest.mark.parametrize("plan", ["dp=1", "dp=2"])
+def test_a_forward_pass_that_changes_a_frozen_parameter_beside_adapters_is_refused(
+    plan: str, base: Path, tmp_path: Path
+) -> None:
+    with raises(LaunchError, "adapter.base_changed", step=1, name="seen"):
+        paceline.train(normalized(base, writes=True), plan, run=tmp_path / "run")
 
 
 def test_freeze_beside_an_adapter_is_refused(base: Path) -> None:

@@ -17,7 +17,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from paceline.comm import Group
 from paceline.comm.checks import greatest, same_machines
 from paceline.device import widened
-from paceline.errors import SyncError
+from paceline.errors import JobError, SyncError
 from paceline.planning.model.recorder import has_max_norm
 from paceline.planning.plan import AXES, DATA_AXES
 from paceline.planning.sync_info import sync_info
@@ -40,6 +40,9 @@ class ReplicaState:
 
     The ranks compare digests before updates 1, 2, 4, …, and later every `Settings.compare_every` updates.
 
+    Before the same updates, every rank verifies that the frozen base of adapters is unchanged, because no state of a
+    rank includes the base.
+
     A digest reads the parameters once, so it costs less than an update. Ranks compare only if the sync rule keeps the
     replicas equal at every step. Buffers that checkpoints contain are compared among the ranks that read different
     samples. Batch-norm statistics that each replica keeps for itself are not compared.
@@ -53,9 +56,10 @@ class ReplicaState:
         self.engine = engine
         self.max_norm = MaxNorm(engine)
         self.corruption = Corruption(engine)
+        self._base = _FixedBase(engine)
         identical = not sync_info(engine.plan.sync).local_steps
         self._compares = identical and engine.group.size > 1 and not engine.group.is_fake
-        self.due: float = 1 if self._compares or self.max_norm.tables else math.inf
+        self.due: float = 1 if self._compares or self._base.names or self.max_norm.tables else math.inf
 
     def before_update(self, update: int) -> None:
         """Synchronize parameters that forward passes changed, and compare ranks if necessary.
@@ -66,6 +70,7 @@ class ReplicaState:
         Raises:
             SyncError: ranks differ in a parameter or buffer, and either no majority has equal values or one rank
                 differs repeatedly. The message names the tensor and the ranks.
+            JobError: the frozen base of adapters has changed.
         """
         self.max_norm.renormalize()
         self.due = (
@@ -78,6 +83,8 @@ class ReplicaState:
             self._compare_stages()
             if self.engine.split is not None and greatest(self.engine.group, len(self.corruption.found)):
                 self.corruption.tell_all()
+        if self._compared_before(update):
+            self._base.check()
 
     def close(self) -> None:
         """Release the model."""
@@ -169,6 +176,40 @@ class ReplicaState:
             more=more,
             advice=instead,
         )
+
+
+class _FixedBase:
+    """Verification that the frozen base of adapters has not changed.
+
+    Attributes:
+        names: the frozen parameters; none if states include them.
+    """
+
+    def __init__(self, engine: RankEngine) -> None:
+        self._engine = engine
+        kept = engine.settings.keeps_base and not engine.group.is_fake
+        self.names = [name for name, p in engine.named_parameters().items() if kept and not p.requires_grad]
+        self._first = self._digests() if self.names else torch.empty(0)
+
+    def check(self) -> None:
+        """Compare the base with the base at the beginning."""
+        if not self.names:
+            return
+        differs = (self._digests() != self._first).tolist()
+        changed = [name for name, differ in zip(self.names, differs, strict=True) if differ]
+        if changed:
+            raise JobError(
+                "adapter.base_changed",
+                "step {step}: {name} has changed, although only adapters are trained. Checkpoints and replacements of "
+                "lost ranks have no frozen parameters, so the change would be lost. If the model's forward method "
+                "changes {name}, make it a buffer (register_buffer), or train it: adapter.lora.train: [{name}]",
+                step=self._engine.step_count + 1,
+                name=changed[0],
+            )
+
+    def _digests(self) -> Tensor:
+        held = self._engine.named_parameters()
+        return torch.stack([_digest(local(held[name]).detach()) for name in self.names])
 
 
 _PARAMETER = (

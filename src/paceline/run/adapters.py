@@ -55,7 +55,8 @@ def export_adapter(run: Path, out: Path, checkpoint: str = NEWEST, weights: str 
     """Write the adapters of a checkpoint as a folder of peft.
 
     Load the folder with `PeftModel.from_pretrained(base, out)`. It has `adapter_config.json` and
-    `adapter_model.safetensors`. Modules that the job trains as a whole are in it, too.
+    `adapter_model.safetensors`. Modules that the job trains as a whole are in it, too, and so are the base model's
+    buffers, such as batch-norm statistics, which training changes.
 
     Args:
         run: a run directory, its `checkpoints/`, or one checkpoint in it.
@@ -74,9 +75,9 @@ def export_adapter(run: Path, out: Path, checkpoint: str = NEWEST, weights: str 
     names = base_names(model)
     whole = {name for name in entries if names.get(name) is not None and name in dict(model.named_parameters())}
     own = {
-        f"{_PREFIX}{name.replace('.default', '')}": e for name, e in entries.items() if names.get(name, name) is None
+        _PREFIX + (name.replace(".default", "") if names.get(name, name) is None else name): entry
+        for name, entry in entries.items()
     }
-    own |= {f"{_PREFIX}{name}": entries[name] for name in whole}
     config = _configured(spec, model, _modules_of(model, whole))
     tensors = TensorPieces(own, loaded.shared.files)
     described = {name: {"dtype": entry.dtype, "shape": entry.shape} for name, entry in own.items()}
