@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
 from transformers import AutoTokenizer
 
 from paceline.errors import DataError, JobError
@@ -203,6 +205,34 @@ def test_long_conversations_are_cut_and_rows_without_an_answer_are_counted(tmp_p
     assert dataset.counts["cut"] == whole - 32
     assert dataset.counts.get("untrained", 0) == (0 if pack else 1)
     assert len(dataset) == (2 if pack else 3)
+
+
+@pytest.mark.parametrize("pack", [False, True])
+def test_refused_conversations_are_counted_and_skipped_only_if_the_job_says_so(tmp_path: Path, pack: bool) -> None:
+    folder = save_chat_tokenizer(tmp_path / "tokenizer")
+    rows: list[dict[str, Any]] = [{"messages": [user(f"And {n}?"), assistant("Low. " * n)]} for n in range(1, 7)]
+    whole = write(tmp_path / "whole.jsonl", [row for n, row in enumerate(rows) if n not in (2, 4)])
+    rows[2], rows[4] = {"messages": []}, {"question": "a"}
+    path = write(tmp_path / "rows.jsonl", rows)
+    keys: dict[str, Any] = {"context": 64, "pack": pack}
+    found: Any
+    wanted: Any
+    found, wanted = (
+        job_of(file, folder, on_bad_shard=skips, **keys).data.build(input_shape=None, seed=0).train
+        for file, skips in ((path, "skip"), (whole, "stop"))
+    )
+    read = found.__getitems__(list(range(len(found)))).values
+    if pack:
+        expected = wanted.__getitems__(list(range(len(wanted)))).values
+        assert all(torch.equal(column, expected[name]) for name, column in read.items())
+    else:
+        assert found.counts["replaced"] == 2
+        assert all(torch.equal(a[2], b[0]) for a, b in zip(read, found.__getitems__([2]).values, strict=True))
+        others = [n for n in range(6) if n not in (2, 4)]
+        assert torch.equal(read[0][others], wanted.__getitems__(list(range(4))).values[0])
+    with raises(DataError, "data.messages_invalid", where=re.compile(r"rows\.jsonl, row 2")):
+        stops: Any = job_of(path, folder, **keys).data.build(input_shape=None, seed=0).train
+        stops.__getitems__(list(range(6)))
 
 
 def test_conversations_without_any_answer_are_refused_before_they_are_packed(tmp_path: Path) -> None:

@@ -144,11 +144,16 @@ def test_a_run_on_a_quantized_base_is_evaluated_merged_and_refused_beside_anothe
     run = paceline.train(job(own, quantize="nf4", precision="fp32"), plan, run=tmp_path / "run")
     assert evaluated(run, "held_out")["loss"] == pytest.approx(run.metrics["loss"], rel=1e-5)
     run_cli("export", str(run.path), str(tmp_path / "merged"), "--merge", "--layout", "hf")
+    run_cli("export", str(run.path), str(tmp_path / "adapter"), "--adapter")
     tokens = torch.arange(8)[None]
     with torch.no_grad():
         merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged").float()
         expected = whole_model(run).float().eval()(tokens).logits
         torch.testing.assert_close(merged(tokens).logits, expected, rtol=1e-4, atol=1e-5)
+        plain = transformers.AutoModelForCausalLM.from_pretrained(own)
+        before = plain(tokens).logits
+        adapted = peft.PeftModel.from_pretrained(plain, tmp_path / "adapter").eval()(tokens).logits
+    assert 0 < float((adapted - expected).norm()) < 0.5 * float((before - expected).norm())
     weights = load_file(own / "model.safetensors")
     weights["model.layers.0.mlp.up_proj.weight"] *= 1.5
     save_file(weights, own / "model.safetensors", metadata={"format": "pt"})

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
+from paceline.cli.train import summary
 from paceline.job.job import Job
 from paceline.run.record.run import Run
 from ranks import Ranks
@@ -127,6 +128,24 @@ def test_positions_after_the_last_label_of_a_microbatch_are_not_computed(tmp_pat
     wanted = sorted((1, -(-last // 8) * 8) for last in lasts)
     found = [literal_eval(line) for line in (tmp_path / "shapes").read_text().splitlines()]
     assert sorted(found[-len(ROWS) :]) == wanted
+    counts = Run(tmp_path / "run").steps()[-1]["data"]
+    labelled = sum(last for last in lasts if last > 1)
+    assert counts["positions"] == sum(length for _, length in wanted)
+    assert counts["padding"] == counts["positions"] - labelled
+
+
+def test_the_summary_counts_the_conversations_that_were_cut_and_those_without_a_label(
+    tmp_path: Path, folder: Path
+) -> None:
+    run = train_here(tmp_path / "run", job(folder, context=40), "dp=1")
+    tokens_and = [tokens_and_labels(AutoTokenizer.from_pretrained(folder), messages) for messages in chats()]
+    shortened = sum(len(tokens) > 40 for tokens, _ in tokens_and)
+    untrained = sum(not (labels[1:40] != -100).any() for _, labels in tokens_and)
+    assert shortened > untrained > 0
+    counts = [step["data"] for step in run.steps()]
+    assert [(c["shortened"], c["untrained"]) for c in counts] == [(shortened, untrained)] * STEPS
+    for number in (shortened, untrained):
+        assert f"{number * STEPS} of {len(ROWS) * STEPS} samples" in summary(run)
 
 
 @pytest.mark.parametrize("pack", [False, True])

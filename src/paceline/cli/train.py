@@ -74,6 +74,7 @@ def command(
 def summary(run: Run) -> str:
     """Return the result, speed, stop reason and directory of a run as text."""
     from paceline.run.record.goodput import goodput
+    from paceline.run.record.run import lost_samples
     from paceline.run.record.utilization import utilization
     from paceline.units import percent
 
@@ -101,6 +102,8 @@ def summary(run: Run) -> str:
             )
     if (mfu := utilization(run.events(), run.speed)) is not None:
         lines.append(f"mfu          {percent(mfu)} of the devices' peak FLOP/s")
+    if lost := lost_samples(steps):
+        lines.append(f"data         {lost}{' (rank 0)' if run.plan.ranks > 1 else ''}")
     if (of_run := goodput(run)).disturbed:
         lines.append(f"goodput      {of_run.sentence()}")
     lines.append(f"run          {run.url or run.path}")

@@ -55,6 +55,7 @@ def tokenize(
     progress: Callable[[int, int], None] = lambda rows, tokens: None,
     wait: bool = False,
     turns: Callable[[Mapping[str, Any], Where], tuple[Tokens, Trained]] | None = None,
+    skips_bad_rows: bool = False,
 ) -> TokensAbout:
     """Convert the documents of a corpus to tokens, and write them to a folder.
 
@@ -68,6 +69,7 @@ def tokenize(
         wait: True to wait while another process writes to the folder, False to raise an error.
         turns: function that converts a whole row instead of the column. It returns the tokens, and which of them count
             in the loss. Rows without tokens that count are left out, like empty rows.
+        skips_bad_rows: True to leave out rows that are damaged or that `turns` refuses, like empty rows.
 
     Raises:
         DataError: the folder cannot be written, holds other files, belongs to another tokenizer or column, or another
@@ -86,7 +88,8 @@ def tokenize(
         (out / DESCRIPTION).unlink(missing_ok=True)
         before = sum(part.end - part.first for part in done), sum(part.tokens for part in done)
         with (out / UNFINISHED).open("a") as journal:
-            for part in _converted(_Work(corpus, column, tokenizer, out, turns), missing, workers, before, progress):
+            work = _Work(corpus, column, tokenizer, out, turns, skips_bad_rows)
+            for part in _converted(work, missing, workers, before, progress):
                 finished[_of_source(part)] = part
                 journal.write(_lines(part._asdict()))
                 journal.flush()
@@ -251,25 +254,34 @@ class _Work:
     tokenizer: Tokenizer
     out: Path
     turns: Callable[[Mapping[str, Any], Where], tuple[Tokens, Trained]] | None
+    skips_bad_rows: bool
 
     def convert(self, part: Part, first_row: int, count: Callable[[int, int], None]) -> Part:
         """Write the file of a part; `first_row` is the part's first row in the corpus."""
 
         def documents() -> Iterator[tuple[Tokens, Trained | None]]:
             for row in range(first_row, first_row + part.end - part.first):
-                where, trained = Where(self.corpus, row), None
-                if self.turns is not None:
-                    found, trained = self.turns(self.corpus.row(row), where)
-                    is_empty = not trained[1:].any()
-                else:
-                    found = self.tokenizer.encode(text_of(self.corpus.row(row), self.column, where))
-                    is_empty = len(found) == 1  # an end token alone is no document
+                try:
+                    found, trained = self._tokens(row)
+                except (Damaged, DataError):
+                    if not self.skips_bad_rows:
+                        raise
+                    count(1, 0)
+                    continue
+                # an end token alone is no document
+                is_empty = len(found) == 1 if trained is None else not trained[1:].any()
                 count(1, 0 if is_empty else len(found))
                 if not is_empty:
                     yield found, trained
 
         written, tokens = write_documents(self.out / part.name, documents(), marked=self.turns is not None)
         return part._replace(documents=written, tokens=tokens, empty=part.end - part.first - written)
+
+    def _tokens(self, row: int) -> tuple[Tokens, Trained | None]:
+        where = Where(self.corpus, row)
+        if self.turns is not None:
+            return self.turns(self.corpus.row(row), where)
+        return self.tokenizer.encode(text_of(self.corpus.row(row), self.column, where)), None
 
 
 def text_of(row: Mapping[str, Any], column: str, where: Where) -> str:

@@ -38,7 +38,7 @@ class Part(NamedTuple):
         name: name of the Arrow file.
         documents: number of documents, without the empty ones.
         tokens: number of tokens.
-        empty: number of rows without text, which were left out.
+        empty: number of rows that were left out, because they have no text or cannot be read.
         source: name of the source file below the folder of all source files.
         size: bytes of the source file.
         digest: hash of the source file; see `Shard`.

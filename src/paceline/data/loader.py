@@ -10,7 +10,7 @@ import math
 import sys
 import warnings
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from multiprocessing.util import Finalize
 from typing import Any, NamedTuple
@@ -41,14 +41,15 @@ class Position(NamedTuple):
     """Epoch and step of a batch (both 0-based), and its number of samples.
 
     `local` is the number of samples on this replica; `total` is the number on all replicas. `counts` holds further
-    numbers about this replica's batch by name, such as the number of `replaced` samples.
+    numbers about this replica's batch by name, such as the number of `replaced` samples. A step that omits positions
+    of the batch corrects `positions` and `padding`.
     """
 
     epoch: int
     step: int
     local: int
     total: int
-    counts: Mapping[str, int] = {}
+    counts: dict[str, int] = {}  # noqa: RUF012 - without `positions`, nothing is corrected
 
 
 class Loader:

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -28,7 +28,16 @@ from paceline.job.batch import Batch, place, rows, split, target_of
 from paceline.job.experts import add_counts, moe_counts, routers_of, weigh_balance
 from paceline.job.job import base_precision
 from paceline.job.loss import Loss, Metric
-from paceline.job.loss_items import IGNORED, call, declares_mean, has_pairs, is_known, refused_batch, trimmed
+from paceline.job.loss_items import (
+    IGNORED,
+    call,
+    computed_positions,
+    declares_mean,
+    has_pairs,
+    is_known,
+    refused_batch,
+    trimmed,
+)
 from paceline.planning.cost.layout import BYTES
 from paceline.planning.plan import Plan
 from paceline.split.cross_entropy import divides_classes
@@ -181,6 +190,14 @@ class Compute(ABC):
         ignores = self.normalization.counts and (declares_mean(self.loss) or is_known(self.loss))
         # padding takes part in the balance of experts
         return self.loader.pads_at_end and ignores and not (alike or self.experts.routes or plan.compile != "off")
+
+    def place_parts(self, parts: Iterable[Batch], position: Position) -> list[Batch]:
+        """Place microbatches without positions that need no computing, and correct the position's counts."""
+        found = [trimmed(part) for part in parts]
+        if "positions" in position.counts:
+            computed = [computed_positions(part) for part in found]
+            position.counts.update(zip(("positions", "padding"), map(sum, zip(*computed, strict=True)), strict=True))
+        return [self.place(part) for part in found]
 
     def place_trimmed(self, part: Batch) -> Batch:
         """Place a part of a batch, without positions that need no computing."""
@@ -356,7 +373,7 @@ class WholeModel(Compute):
         if position.local == 0 or batch is None:
             return local
         if self.trims:
-            parts = [self.place_trimmed(part) for part in self.microbatches(batch)]
+            parts = self.place_parts(self.microbatches(batch), position)
         else:
             parts = self.microbatches(self.place(batch))
         if (chunks := self.chunks) is not None:

@@ -376,6 +376,7 @@ class RankEngine:
         if not normalization.prepared or normalization.items_per_sample is None:
             self.compute.prepare(batch)
         self.compute.packed.look(step)
+        self.replica_state.base.remember()
         self.guard.remember()
         self._clear_gradients()
         return step, position

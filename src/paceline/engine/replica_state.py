@@ -50,16 +50,17 @@ class ReplicaState:
     Attributes:
         due: number of the next update that needs a call of `before_update`.
         corruption: repairs a rank that differs from the majority of ranks, and records the repair.
+        base: verifies that the frozen base of adapters is unchanged.
     """
 
     def __init__(self, engine: RankEngine) -> None:
         self.engine = engine
         self.max_norm = MaxNorm(engine)
         self.corruption = Corruption(engine)
-        self._base = _FixedBase(engine)
+        self.base = FixedBase(engine)
         identical = not sync_info(engine.plan.sync).local_steps
         self._compares = identical and engine.group.size > 1 and not engine.group.is_fake
-        self.due: float = 1 if self._compares or self._base.names or self.max_norm.tables else math.inf
+        self.due: float = 1 if self._compares or self.base.names or self.max_norm.tables else math.inf
 
     def before_update(self, update: int) -> None:
         """Synchronize parameters that forward passes changed, and compare ranks if necessary.
@@ -84,7 +85,7 @@ class ReplicaState:
             if self.engine.split is not None and greatest(self.engine.group, len(self.corruption.found)):
                 self.corruption.tell_all()
         if self._compared_before(update):
-            self._base.check()
+            self.base.check()
 
     def close(self) -> None:
         """Release the model."""
@@ -178,7 +179,7 @@ class ReplicaState:
         )
 
 
-class _FixedBase:
+class FixedBase:
     """Verification that the frozen base of adapters has not changed.
 
     Attributes:
@@ -189,11 +190,20 @@ class _FixedBase:
         self._engine = engine
         kept = engine.settings.keeps_base and not engine.group.is_fake
         self.names = [name for name, p in engine.named_parameters().items() if kept and not p.requires_grad]
-        self._first = self._digests() if self.names else torch.empty(0)
+        self._first: Tensor | None = None
+
+    def remember(self) -> None:
+        """Compute digests before the first step."""
+        if self.names and self._first is None:
+            self._first = self._digests()
 
     def check(self) -> None:
-        """Compare the base with the base at the beginning."""
-        if not self.names:
+        """Compare the base with the base before the first step.
+
+        Raises:
+            JobError: a parameter has changed.
+        """
+        if self._first is None:
             return
         differs = (self._digests() != self._first).tolist()
         changed = [name for name, differ in zip(self.names, differs, strict=True) if differ]

@@ -133,7 +133,7 @@ class SplitModel(Compute):
             return local
         if self.trims:
             whole = _repeated(self._sample, count) if batch is None else batch
-            parts = [self.place_trimmed(part) for part in split(whole, count)]
+            parts = self.place_parts(split(whole, count), position)
         else:
             placed = self.placed(batch, count)
             parts = list(split(placed, count))

@@ -119,6 +119,13 @@ def trimmed(batch: Batch) -> Batch:
     return tuple(column[..., :used] for column in batch)
 
 
+def computed_positions(batch: Batch) -> tuple[int, int]:
+    """Count the positions of a trimmed batch, and those after the last labels of sequences."""
+    counted = (target_of(batch) != IGNORED).flatten(0, -2)
+    after = (counted.flip(-1).cumsum(-1) == 0).sum()
+    return counted.numel(), int(after)
+
+
 def logits_of(output: Any) -> Tensor:
     """Return the logits of a model's output: the output itself, or its `.logits`.
 

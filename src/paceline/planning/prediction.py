@@ -85,10 +85,10 @@ class Layouts:
         self.job, self.machines = job, on
         self._traces: dict[tuple[str, int], ModelTrace] = {}
         self.trace = self.trace_at(job.precision)
-        by_name = job.optimizer.name == "muon"  # the only optimizer whose cost depends on the model's parameters
-        self.state_tensors = state_tensors(job, model_info(job.model)) if by_name else job.state_tensors
-        self.matrices = matrix_work(job, model_info(job.model)) if by_name else (0.0, 0.0)
-        self.held_part = 1.0 if job.quantize is None else model_info(job.model).held_part
+        info = model_info(job.model)
+        self.state_tensors = state_tensors(job, info)
+        self.matrices = matrix_work(job, info) if job.optimizer.name == "muon" else (0.0, 0.0)
+        self.held_part, self.trained = info.held_part, sum(info.trained) / max(info.numel, 1)
         self._places = {name: i for i, name in enumerate(self.trace.names) if name}
 
     @cached_property
@@ -158,6 +158,7 @@ class Layouts:
             fused=plan.fused,
             loss_chunk=self.job.loss.chunk,
             reference=self.job.loss.has_reference,
+            trained=self.trained,
         )
 
 

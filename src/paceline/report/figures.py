@@ -290,7 +290,8 @@ DEFINITIONS: Mapping[str, Definition] = {
     "tokens": Definition(
         "token throughput",
         "Tokens per second whose label counts = throughput × mean number of such tokens in a sample of rank 0. "
-        "The padding is the share of the positions that hold no token.",
+        "The padding is the share of the computed positions that hold no token or, without packing, follow the last "
+        "label.",
     ),
     "mfu": Definition(
         "MFU",

@@ -34,7 +34,7 @@ from paceline.report.page import PAGE, Card, Chart, Row, not_by_paceline, write_
 from paceline.report.run_record import RunRecord, typical_parts
 from paceline.run.record.goodput import USEFUL, Goodput
 from paceline.run.record.progress import event_sentence
-from paceline.run.record.run import HARNESS, WARM_UP_STEPS, Run, Speed, read_lines, timed
+from paceline.run.record.run import HARNESS, WARM_UP_STEPS, Run, Speed, lost_samples, read_lines, timed
 from paceline.run.record.utilization import utilization
 from paceline.text import listed, printable
 from paceline.units import Shown, digits, percent, seconds, size
@@ -210,9 +210,8 @@ def _cards(
         Card("time_to_target" if reached else "training_time", units.seconds(elapsed_s), until),
     ]
     if speed is not None and speed.tokens_per_s is not None and speed.padding is not None:
-        cards.append(
-            Card("tokens", units.rate(speed.tokens_per_s, "tokens/s"), f"{units.percent(speed.padding)} padding")
-        )
+        beside = "; ".join(filter(None, (f"{units.percent(speed.padding)} padding", lost_samples(steps))))
+        cards.append(Card("tokens", units.rate(speed.tokens_per_s, "tokens/s"), beside))
     if mfu is not None:
         cards.append(Card("mfu", units.percent(mfu), f"of the peak of {units.count(run.plan.ranks, 'device')}"))
     if speed is not None:

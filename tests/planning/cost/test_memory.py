@@ -17,16 +17,20 @@ from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from paceline.cluster.catalogue import CATALOGUE
+from paceline.cluster.cluster import cluster_from
 from paceline.job.job import Job
 from paceline.job.model import Dimensions
 from paceline.planning.cost.estimate import memory_fits, predict_layout
 from paceline.planning.cost.layout import FrameworkProfile, Layout, Machines
 from paceline.planning.cost.memory import HOLDERS, capacity_bytes, memory, offloaded_bytes
 from paceline.planning.model.graph import BlockTrace, ModelTrace
-from paceline.planning.model.model_info import trace
+from paceline.planning.model.model_info import model_info, trace
 from paceline.planning.model.transformer import transformer
+from paceline.planning.plan import Plan
+from paceline.planning.prediction import layout_of
 from paceline.run.dry_run.dry_run import MemoryWatch
 from paceline.split.cross_entropy import chunked_cross_entropy
+from planner_jobs import job_on_tokens
 
 GIB = 2**30
 A100 = Machines(CATALOGUE["A100-SXM-80"], 64, 8, CATALOGUE["A100-SXM-80"].network)
@@ -366,6 +370,21 @@ def test_adapters_need_neither_gradients_nor_state_of_the_weights() -> None:
     assert adapted["optimizer"] < 0.05 * whole["optimizer"]
     ranks = [memory(laid_out(lora=rank))["optimizer"] for rank in (8, 64, 10**6)]
     assert ranks[0] < ranks[1] < ranks[2] == whole["optimizer"]
+
+
+@pytest.mark.parametrize(
+    "keys", [{"model": {"zoo": "gpt", "freeze": ["blocks.0", "blocks.1"]}}, {"adapter": {"lora": {"r": 4}}}], ids=str
+)
+def test_only_trained_parameters_of_a_job_need_gradients_and_optimizer_state(keys: dict[str, Any]) -> None:
+    job = job_on_tokens(**keys)
+    info = model_info(job.model)
+    trained = sum(info.trained)
+    assert trained < 0.9 * info.numel
+    for plan, ranks in (("dp=1", 1), ("fsdp=2", 2)):
+        held = memory(layout_of(job, cluster_from("2xH100-SXM"), Plan.parse(plan)))
+        assert held["parameters"] == pytest.approx(4 * info.numel / ranks, rel=1e-3)
+        assert held["gradients"] == pytest.approx(4 * trained / ranks, rel=1e-3)
+        assert held["optimizer"] == pytest.approx(8 * trained / ranks, rel=1e-3)
 
 
 def test_folded_experts_are_divided_among_ranks_of_any_axis() -> None:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.corpus.chat import ChatForm, Turns
 from paceline.corpus.shards import Corpus, Where
+from paceline.errors import DataError
 from paceline.job.samples import Columns, DataSets
 from paceline.job.zoo.records import Spans, sharded_sets
 from paceline.job.zoo.tokens import (
@@ -80,6 +81,8 @@ class TemplateSamples(Sequences):
         tokenizer: the tokenizer that the spec names.
     """
 
+    refusals = (DataError,)
+
     def __init__(self, corpus: Corpus, spans: Spans, spec: TemplateSpec, form: SequenceForm, chats: ChatForm) -> None:
         super().__init__(corpus, spans, spec, form)
         self.tokenizer, self._chats = chats.tokenizer, chats
@@ -90,14 +93,14 @@ class TemplateSamples(Sequences):
         return [*super().digest, int(self._chats.sha256[:12], 16)]
 
     def cut(self, index: int, *turns: Turns) -> list[Contents]:
-        """Return sequences of at most `context` tokens; see `read` of the subclasses for `counts`."""
+        """Return sequences of at most `context` tokens.
+
+        `counts` receives the cut tokens. A sample with a sequence without a label that counts is `untrained`.
+        """
         most = self.form.context
-        for name, number in (
-            ("cut", sum(max(0, len(tokens) - most) for tokens, _ in turns)),
-            ("untrained", int(not all(trained[1:most].any() for _, trained in turns))),
-        ):
-            if number:
-                self.counts[name] = self.counts.get(name, 0) + number
+        self.count_cut(*(len(tokens) for tokens, _ in turns))
+        if not all(trained[1:most].any() for _, trained in turns):
+            self.counts["untrained"] = self.counts.get("untrained", 0) + 1
         return [Contents(index, [Excerpt(t[:most], min(len(t), most), trained[:most])]) for t, trained in turns]
 
 
@@ -105,11 +108,7 @@ class ChatSamples(TemplateSamples):
     """Conversations that are converted to tokens when they are read."""
 
     def read(self, index: int, shard: int) -> Contents:
-        """Read a conversation as tokens.
-
-        `counts` receives the number of tokens cut off (`cut`), and of samples without a label that counts
-        (`untrained`).
-        """
+        """Read a conversation as tokens."""
         row = int(self._firsts[shard] + index - self.starts[shard])
         return self.cut(index, self._chats(self.corpus.row(row), Where(self.corpus, row)))[0]
 
@@ -121,11 +120,7 @@ class PreferenceSamples(TemplateSamples):
     """
 
     def read(self, index: int, shard: int) -> list[Contents]:
-        """Read a pair as tokens.
-
-        `counts` receives the number of tokens cut off (`cut`), and of pairs in which a completion has no token left
-        (`untrained`).
-        """
+        """Read a pair as tokens."""
         row = int(self._firsts[shard] + index - self.starts[shard])
         return self.cut(index, *self._chats.pair(self.corpus.row(row), Where(self.corpus, row)))
 

@@ -18,12 +18,13 @@ from torch import Tensor
 
 from paceline.job.quantize import QUANTIZED_TOGETHER as BLOCK
 from paceline.job.quantize import quantized_row_bytes
+from paceline.job.zoo.optimizers import StepOptimizer
 from paceline.job.zoo.quantized import library
 
 _AT_ONCE = 2**20  # elements that are updated at a time, because their moments are fp32 during the update
 
 
-class LowPrecisionAdam(torch.optim.Optimizer):
+class LowPrecisionAdam(StepOptimizer):
     """Adam (arXiv:1412.6980) or AdamW (arXiv:1711.05101) with moments in low precision.
 
     Updates are computed in fp32, or in fp64 for such parameters. Moments in `bf16` are rounded stochastically,
@@ -49,18 +50,12 @@ class LowPrecisionAdam(torch.optim.Optimizer):
         self.in_bits, self.decoupled = state, decoupled
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        """Update all parameters that have a gradient."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+    def update(self) -> None:
+        """See `StepOptimizer.update`."""
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
                     self._update(parameter, parameter.grad, group)
-        return loss
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state without converting its types, unlike torch's optimizers."""

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from math import sqrt
-from typing import Any, Protocol, overload
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from paceline.job.parameters import matrix_shape
+from paceline.job.zoo.optimizers import StepOptimizer
 
 Orthogonalize = Callable[[Tensor], Tensor]
 
@@ -34,7 +35,7 @@ class Matrices(Protocol):
         ...
 
 
-class Muon(torch.optim.Optimizer):
+class Muon(StepOptimizer):
     """Muon (Jordan et al., 2024, https://kellerjordan.github.io/posts/muon/) beside AdamW.
 
     A step on a float32 or float64 matrix has the same bits as a step of `torch.optim.Muon`, whose Newton-Schulz
@@ -79,28 +80,13 @@ class Muon(torch.optim.Optimizer):
         self.ranks: Matrices | None = None
         super().__init__(parameters, {**self._adamw.defaults, **own})
 
-    @overload
-    def step(self, closure: None = None) -> None: ...
-
-    @overload
-    def step(self, closure: Callable[[], float]) -> float: ...
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Take one optimizer step.
-
-        If `closure` is given, it first computes the loss and the gradients, and its result is returned.
-        """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+    def update(self) -> None:
+        """See `StepOptimizer.update`."""
         self._step_matrices([group for group in self.param_groups if group["matrices"]])
         others = [group for group in self.param_groups if not group["matrices"]]
         if others:
             self._adamw.param_groups, self._adamw.state = others, self.state
             self._adamw.step()
-        return loss
 
     def _step_matrices(self, groups: list[dict[str, Any]]) -> None:
         stepped = [(p, group) for group in groups for p in group["params"] if p.grad is not None]

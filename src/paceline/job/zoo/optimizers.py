@@ -1,4 +1,4 @@
-"""Optimizers for large batches: LARS and LAMB."""
+"""Optimizers for large batches (LARS and LAMB), and the step that all optimizers of the zoo share."""
 
 from __future__ import annotations
 
@@ -18,17 +18,8 @@ class Norms(Protocol):
         ...
 
 
-class Layerwise(torch.optim.Optimizer):
-    """Optimizer that scales the step of each parameter by norms.
-
-    A step changes neither weights nor state before all norms are known, so a step that was interrupted in the exchange
-    with other ranks can be repeated.
-
-    Attributes:
-        ranks: the ranks that hold parts of the same parameters; None if this rank holds whole parameters.
-    """
-
-    ranks: Norms | None = None
+class StepOptimizer(torch.optim.Optimizer):
+    """Optimizer whose subclasses define only the update of the parameters."""
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -46,6 +37,28 @@ class Layerwise(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self.update()
+        return loss
+
+    @abstractmethod
+    def update(self) -> None:
+        """Change the parameters that have a gradient, and the state; gradients are not recorded."""
+
+
+class Layerwise(StepOptimizer):
+    """Optimizer that scales the step of each parameter by norms.
+
+    A step changes neither weights nor state before all norms are known, so a step that was interrupted in the exchange
+    with other ranks can be repeated.
+
+    Attributes:
+        ranks: the ranks that hold parts of the same parameters; None if this rank holds whole parameters.
+    """
+
+    ranks: Norms | None = None
+
+    def update(self) -> None:
+        """See `StepOptimizer.update`."""
         parts = [(group, *part) for group in self.param_groups for part in _adapted_and_exempt(group["params"])]
         directions = [self._directions(parameters, group, adapted) for group, parameters, adapted in parts]
         weight_norms, norms = self._norms(
@@ -58,7 +71,6 @@ class Layerwise(torch.optim.Optimizer):
             ratios = self._ratios(weight_norms[at:end], norms[at:end], group) if adapted else None
             self._update(parameters, own, ratios, group)
             at = end
-        return loss
 
     @abstractmethod
     def _directions(self, parameters: list[Tensor], group: dict[str, Any], adapted: bool) -> list[Tensor]:

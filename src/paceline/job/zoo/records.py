@@ -146,8 +146,11 @@ class ShardedSamples(FileSamples):
         starts: number of the first sample of each shard, and the number of samples, int64, shape (shards + 1,).
         window: number of samples that are shuffled together.
         counts: numbers about the last batch for the run's record. With `on_bad_shard: skip`, `replaced` is the number
-            of damaged samples that were replaced by other samples.
+            of damaged or refused samples that were replaced by other samples.
+        refusals: errors of rows that cannot be converted, which `skip` replaces like damaged rows.
     """
+
+    refusals: tuple[type[DataError], ...] = ()
 
     def __init__(self, corpus: Corpus, spans: Spans, spec: FileSpec) -> None:
         self.corpus, self.window, self._skips = corpus, spec.shuffle_window, spec.on_bad_shard == "skip"
@@ -228,11 +231,14 @@ class ShardedSamples(FileSamples):
 
     def _read(self, index: int) -> Any:
         tries = _MOST_DAMAGED if self._skips else 1
+        unusable: tuple[type[Exception], ...] = (Damaged, *self.refusals)
         for attempt in range(tries):
             try:
                 return self.read(index, bisect_right(self.starts.data, index) - 1)
-            except Damaged as damage:
+            except unusable as damage:
                 if attempt + 1 == tries:
+                    if not isinstance(damage, Damaged):
+                        raise
                     raise DataError(
                         "data.row_unreadable",
                         "{shard}: {reason}. Restore this file, or set data.on_bad_shard: skip to replace samples that "

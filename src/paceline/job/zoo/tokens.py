@@ -114,6 +114,8 @@ def converted(
     # If a file changes, its tokens go to a new folder, because a running job may use the old one.
     files = "\n".join(f"{shard.name} {shard.version} {shard.digest}" for shard in corpus.shards)
     key = f"{files}\n{corpus.format.name}\n{column}\n{tokenizer.sha256 if turns is None else turns.sha256}"
+    if skips := spec.on_bad_shard == "skip":
+        key += "\nskip"
     printed_at = time.monotonic()
 
     def progress(rows: int, tokens: int) -> None:
@@ -124,7 +126,11 @@ def converted(
             print(text, file=sys.stderr, flush=True)
 
     def make(folder: Path) -> None:
-        tokenize(corpus, column, tokenizer, folder, progress=progress, wait=True, turns=turns)
+        about = tokenize(
+            corpus, column, tokenizer, folder, progress=progress, wait=True, turns=turns, skips_bad_rows=skips
+        )
+        if about.empty:
+            print(f"left out {about.empty:,} of {len(corpus):,} rows, in which nothing can be trained", file=sys.stderr)
 
     return shared_folder(user_cache("tokens"), key, int(spec.cache_gb * 2**30), make)
 
@@ -382,6 +388,17 @@ class Sequences(ShardedSamples):
         """Return a batch, and add to `counts`."""
         return self.form.batch(samples, self.counts)
 
+    def count_cut(self, *lengths: int) -> None:
+        """Add the tokens that one sample loses to `counts`, as `cut` and `shortened`.
+
+        Args:
+            lengths: numbers of tokens of the sample's sequences.
+        """
+        cut = sum(max(0, length - self.form.context) for length in lengths)
+        if cut:
+            for name, number in (("cut", cut), ("shortened", 1)):
+                self.counts[name] = self.counts.get(name, 0) + number
+
 
 class TextSamples(Sequences):
     """Documents of text, converted to tokens when they are read.
@@ -395,12 +412,10 @@ class TextSamples(Sequences):
         self.tokenizer, self._column = tokenizer, spec.column
 
     def read(self, index: int, shard: int) -> Contents:
-        """Read a document as tokens; `counts` receives the number of tokens cut off (`cut`)."""
+        """Read a document as tokens."""
         row = int(self._firsts[shard] + index - self.starts[shard])
         tokens = self.tokenizer.ids(text_of(self.corpus.row(row), self._column, Where(self.corpus, row)))
-        most = self.form.context + self.form.causal
-        if len(tokens) > most:
-            self.counts["cut"] = self.counts.get("cut", 0) + len(tokens) - most
+        self.count_cut(len(tokens) - self.form.causal)
         return Contents(index, [Excerpt(tokens[: self.form.context + 1], min(len(tokens), self.form.context))])
 
     @property
@@ -442,7 +457,7 @@ class TokenSamples(Sequences):
             tokens, trained = columns[COLUMN][first : first + length + 1], columns.get(TRAINED)
             self._check(tokens, length, row)
             if trained is not None:
-                self.counts["cut"] = self.counts.get("cut", 0) + len(columns[COLUMN]) - length
+                self.count_cut(len(columns[COLUMN]))
                 trained = trained[:length].astype(np.bool_)
             excerpts.append(Excerpt(tokens if trained is None else tokens[:length], length, trained))
         return Contents(index, excerpts)

@@ -162,7 +162,8 @@ class Layout:
         ulysses: True if cp redistributes heads by an all-to-all (arXiv:2309.14509) instead of passing keys and values
             around a ring.
         remat_share: fraction of the layers that remat=block recomputes.
-        lora: rank of the adapters that are trained instead of the weights; 0 means that the weights are trained.
+        lora: rank of the adapters that are trained instead of the weights and are not in the trace; 0 without them.
+        trained: fraction of the trace's parameters that is trained.
         imbalance: largest number of tokens that one rank's experts get, relative to the mean; 1 in benchmarks with
             forced balance.
         gather_bytes: bytes per gathered parameter, if fewer than per activation (ZeRO++'s quantised weights,
@@ -217,6 +218,7 @@ class Layout:
     ulysses: bool = False
     remat_share: float = 1.0
     lora: int = 0
+    trained: float = 1.0
     imbalance: float = 1.0
     gather_bytes: float = 0.0
     regather_ranks: int = 0

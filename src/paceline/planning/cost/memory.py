@@ -254,10 +254,10 @@ def kept_bytes(layout: Layout) -> float:
 def trained_part(layout: Layout) -> float:
     """Return the fraction of the parameters that is trained.
 
-    It is 1 without adapters. An adapter has two narrow matrices for each weight matrix.
+    An adapter that is not in the trace has two narrow matrices for each weight matrix.
     """
     if not layout.lora:
-        return 1.0
+        return layout.trained
     return min(2 * layout.lora / max(block.boundary / layout.trace.tokens for block in layout.trace.blocks), 1.0)
 
 
@@ -269,7 +269,7 @@ def _while_gradients_come(layout: Layout, kept: float, sample: float) -> float:
     held = block_memories(layout.trace, _memory_config(layout, _MEMORY_MODELS["paceline"]))
     later, most = 0.0, 0.0
     for block in reversed(held):
-        later += (block.dense + block.experts) * layout.gradient_bytes
+        later += (block.dense + block.experts) * trained_part(layout) * layout.gradient_bytes
         most = max(most, kept + later)
         kept -= block.kept * sample
     return most - later

@@ -301,8 +301,8 @@ class Speed:
         overall: samples per second over the whole training, including evaluations, checkpoints and pauses; None while
             the run is active.
         tokens: mean number of tokens per sample whose label counts, of rank 0; None if the data has no tokenizer.
-        padding: share of the positions of rank 0's samples that hold no token; None if the data has no tokenizer.
-        filled: mean number of positions per sample of rank 0 that hold a token; None if the data has no tokenizer.
+        padding: share of padding in the positions that rank 0 computes; None if the data has no tokenizer.
+        filled: mean number of positions per sample of rank 0 without padding; None if the data has no tokenizer.
     """
 
     step_s: float
@@ -348,6 +348,20 @@ def _tokens(steps: Sequence[dict[str, Any]]) -> tuple[float | None, float | None
         return None, None, None
     tokens, padding = (sum(data[key] for data, _ in counted) for key in ("tokens", "padding"))
     return tokens / samples, padding / positions, (positions - padding) / samples
+
+
+def lost_samples(steps: Sequence[dict[str, Any]]) -> str:
+    """Describe how many samples of rank 0 were cut, unlabelled or replaced; empty if none."""
+    samples = sum(s["local_samples"] for s in steps)
+    found = []
+    for key, what in (
+        ("shortened", "were longer than the context"),
+        ("untrained", "had no label"),
+        ("replaced", "were replaced, because their rows are damaged or refused"),
+    ):
+        if number := sum(s.get("data", {}).get(key, 0) for s in steps):
+            found.append(f"{number:,} of {samples:,} samples {what}")
+    return "; ".join(found)
 
 
 def timed(steps: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
