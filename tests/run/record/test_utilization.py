@@ -60,6 +60,7 @@ def test_frozen_weights_have_one_gradient_less() -> None:
 def test_the_peak_is_that_of_the_devices_in_use() -> None:
     gpus = servers("NVIDIA H100 80GB HBM3", "NVIDIA H100 80GB HBM3", "NVIDIA A100-SXM4-80GB")
     assert peak_of(job(), Plan(dp=2), gpus) == pytest.approx(2 * 989e12, rel=0.01)
+    assert peak_of(job(), Plan(dp=2, precision="fp8"), gpus) == pytest.approx(2 * 989e12, rel=0.01)
     assert peak_of(job(), Plan(dp=3), gpus) == pytest.approx((2 * 989 + 312) * 1e12, rel=0.01)
 
 

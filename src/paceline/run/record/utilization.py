@@ -8,7 +8,7 @@ from typing import Any
 
 from paceline.cluster.cluster import Cluster
 from paceline.cluster.named import known
-from paceline.job.job import Job
+from paceline.job.job import Job, base_precision
 from paceline.planning.cost.compute import peak_flops
 from paceline.planning.model.model_info import trace
 from paceline.planning.plan import Plan
@@ -40,14 +40,15 @@ def flops_of(job: Job) -> dict[str, float] | None:
 def peak_of(job: Job, plan: Plan, cluster: Cluster) -> float | None:
     """Return the peak FLOP/s of all devices of a plan; None if it is unknown.
 
-    It is unknown for CPUs and for devices that are not in the catalogue.
+    It is unknown for CPUs and for devices that are not in the catalogue. For `fp8`, the result is the peak of bf16, as
+    in predictions.
     """
     ranks = zip(cluster.hosts, cluster.ranks_per_host(plan.ranks), strict=True)
     names = [gpu.name for host, count in ranks for gpu in host.gpus[:count]]
     devices = [device for name in names if (device := known(name)) is not None]
     if len(devices) < plan.ranks:
         return None
-    return sum(peak_flops(device, plan.precision_for(job)) for device in devices)
+    return sum(peak_flops(device, base_precision(plan.precision_for(job))) for device in devices)
 
 
 def utilization(events: Sequence[Mapping[str, Any]], speed: Speed | None) -> float | None:
