@@ -210,7 +210,7 @@ def _load(folder: Path, plan: Plan, mesh: Mesh, dtype: str) -> Split:
         loss="cross_entropy",
         optimizer="sgd",
         precision="bf16",
-        global_batch=64,
+        global_batch=8,
         stop={"steps": 1},
     )
     loader = build.loader_of(job, mesh, job.data.build(input_shape=None, seed=0))

@@ -348,11 +348,15 @@ def test_without_transformers_the_error_says_how_to_get_it(monkeypatch: pytest.M
         ({}, "model.source_ambiguous"),
         ({"zoo": "mlp", "factory": "a:b"}, "model.source_ambiguous"),
         ({"hf": __file__}, "model.task_missing"),
+        ({"hf": "meta-llama/Llama-3.1-8B"}, "model.on_the_hub"),
+        ({"hf": "https://huggingface.co/meta-llama/Llama-3.1-8B/tree/main"}, "model.on_the_hub"),
+        ({"zoo": "mlp", "weights": "meta-llama/Llama-3.1-8B"}, "model.on_the_hub"),
+        ({"hf": "missing/config.json"}, "model.file_missing"),
         ({"zoo": "mlp", "task": "causal_lm"}, "model.only_with_hf"),
         ({"zoo": "mlp", "dtype": "bf16"}, "model.only_with_hf"),
     ],
 )
-def test_a_model_has_exactly_one_source(values: dict[str, Any], code: str) -> None:
+def test_a_model_has_exactly_one_source_that_is_at_hand(values: dict[str, Any], code: str) -> None:
     with raises(ValueError, code):
         spec(**values)
 

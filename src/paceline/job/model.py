@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 
@@ -75,11 +76,17 @@ class ModelSpec(Spec):
     @field_validator("hf", "weights")
     @classmethod
     def _resolve(cls, value: Path | str | None, info: ValidationInfo) -> Path | str | None:
-        if value is None or is_url(value):
+        if value is None:
+            return value
+        if is_url(value):
+            if page := _HUB_PAGE.fullmatch(value):
+                raise _on_the_hub(value, page[1])
             return value
         form, value = (DCP, str(value)[len(DCP) :]) if str(value).startswith(DCP) else ("", value)
         path = Path((info.context or {}).get("base", Path.cwd()) / Path(value).expanduser()).resolve()
         if not path.exists():
+            if not form and _HUB_NAME.fullmatch(str(value)) and not path.parent.exists():
+                raise _on_the_hub(value, str(value))
             raise InvalidValue("model.file_missing", "no such file or folder: {path}", path=path)
         return f"{form}{path}" if form else path
 
@@ -244,6 +251,8 @@ class ModelSpec(Spec):
 
 
 _CONFIG = "config.json"
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(?<!\.json)(?<!\.safetensors)")
+_HUB_PAGE = re.compile(rf"https?://(?:www\.)?(?:huggingface\.co|hf\.co)/({_HUB_NAME.pattern})(?:/|/tree/.*)?")
 _WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
 _PICKLED = ("*.bin", "*.bin.index.json", "*.pt", "*.pth", "*.ckpt")
 # end of the name of an architecture in transformers, and its task
@@ -255,6 +264,17 @@ _TASKS: dict[str, Task] = {
     "ForSequenceClassification": "sequence_classification",
     "ForTokenClassification": "token_classification",
 }
+
+
+def _on_the_hub(value: object, name: str) -> InvalidValue:
+    return InvalidValue(
+        "model.on_the_hub",
+        "{value} is not a folder of this machine, and runs download no models from the Hugging Face hub. Download the "
+        "model once with `hf download {name} --local-dir {folder}`, and name that folder.",
+        value=value,
+        name=name,
+        folder=name.partition("/")[2],
+    )
 
 
 def _at_hand(path: Path | str | None) -> Path | None:

@@ -9,17 +9,18 @@ import math
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import suppress
 from itertools import pairwise
 from typing import Any, Generic, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from paceline.device import forked_random, synchronize
 from paceline.errors import PlanError
-from paceline.job.batch import Batch, place
+from paceline.job.batch import Batch, place, rows
 from paceline.job.loss_items import first_line
 from paceline.partition import contiguous, starts
 from paceline.planning.limits import even_cuts, too_many_stages, wrong_cuts
@@ -32,6 +33,7 @@ from paceline.split.forward_trace import (
     Cut,
     ForwardTrace,
     Observed,
+    TensorShape,
     can_be_exported,
     refuse_unsupported_code,
 )
@@ -40,6 +42,9 @@ from paceline.split.record_forward import Call, plausible, trace_forward, values
 from paceline.split.stages import Stage, StageBounds, TracedBounds, TracedStage
 
 _SHAPES_KEPT = 8
+# The fastest run is used. The first runs have cold caches, and other work on the machine may slow down later runs.
+_RUNS = 8
+_MEASURED_BYTES = 64 * 2**20  # largest output of a module while segments are measured
 Device = torch.device
 
 T = TypeVar("T")
@@ -112,7 +117,7 @@ class CutModel:
         trace = self._trace(example)
         cuts, _ = possible_cuts(trace, self.blocks)
         try:
-            own = costs(self.model, trace, cuts, example, self.call, self._device)
+            own = self._costs(trace, cuts, example)
         except torch.OutOfMemoryError:
             own = [math.inf] * (len(cuts) + 1)
         found = self._slowest(own)
@@ -174,10 +179,20 @@ class CutModel:
         """Choose the cuts that minimize the time of the slowest stage."""
         # no choice is left, but a run finds stages that cannot be computed separately
         if len(cuts) + 1 == self._stages:
-            costs(self.model, trace, cuts, example, self.call, self._device, runs=1)
+            self._costs(trace, cuts, example, runs=1)
             return cuts
-        seconds = self._slowest(costs(self.model, trace, cuts, example, self.call, self._device))
+        seconds = self._slowest(self._costs(trace, cuts, example))
         return [cuts[i - 1] for i in starts(contiguous(seconds, self._stages))]
+
+    def _costs(self, trace: ForwardTrace, cuts: Sequence[Cut], example: Batch, *, runs: int = _RUNS) -> list[float]:
+        """Measure the segments with so few samples that activations take little memory."""
+        samples, few = rows(example), _few_samples(trace, rows(example))
+        if few < samples:
+            fewer = tree_map(lambda t: t[:few], example)
+            with suppress(PlanError):  # the model's code may differ for so few samples
+                traced = self._trace(fewer)
+                trace, cuts, example = traced, _cuts(traced, [cut.before for cut in cuts]), fewer
+        return costs(self.model, trace, cuts, example, self.call, self._device, runs=runs)
 
     def _slowest(self, own: list[float]) -> list[float]:
         """Return the durations of the segments on the slowest rank, in seconds."""
@@ -293,8 +308,11 @@ def possible_cuts(trace: ForwardTrace, blocks: Sequence[str]) -> tuple[list[Cut]
     return found, reasons
 
 
-# The fastest run is used. The first runs have cold caches, and other work on the machine may slow down later runs.
-_RUNS = 8
+def _few_samples(trace: ForwardTrace, samples: int) -> int:
+    """Return the number of samples whose largest output of a module has at most `_MEASURED_BYTES`, but at least 2."""
+    shapes = [leaf for call in trace.module_calls for leaf in call.leaves if isinstance(leaf, TensorShape)]
+    largest = max((math.prod(shape.size) * shape.dtype.itemsize for shape in shapes), default=0)
+    return min(samples, max(2, samples * _MEASURED_BYTES // max(1, largest)))  # a batch norm needs 2 samples
 
 
 def costs(
@@ -346,19 +364,9 @@ def _likeness(model: nn.Module, bounds: TracedBounds) -> Any:
 def _measure(
     model: nn.Module, bounds: TracedBounds, batch: Batch, call: Call, device: torch.device, runs: int
 ) -> float:
-    seconds = []
     try:
         stage = TracedStage(model, bounds, lambda _: bounds, call, device, bounds.parameters())
-        batch = place(batch, device, dtype=None, channels_last=False)
-        _fill(stage.module, device)
-        with forked_random(device):
-            for _ in range(runs):
-                received = [plausible(s.on("meta"), device).requires_grad_(s.requires_grad) for s in bounds.received]
-                started = _now(device)
-                leaves = tree_leaves(stage.module(*received, batch=batch))
-                outputs = [t for t in leaves if isinstance(t, Tensor) and t.requires_grad]
-                torch.autograd.backward(outputs, [torch.ones_like(t) for t in outputs])
-                seconds.append(_now(device) - started)
+        return min(_times(stage, bounds, place(batch, device, dtype=None, channels_last=False), device, runs))
     except (PlanError, torch.OutOfMemoryError):
         raise
     except Exception as error:
@@ -372,7 +380,25 @@ def _measure(
             to=until,
             reason=first_line(error),
         ) from error
-    return min(seconds)
+
+
+def _times(stage: TracedStage, bounds: TracedBounds, batch: Batch, device: torch.device, runs: int) -> list[float]:
+    seconds = []
+    try:
+        _fill(stage.module, device)
+        with forked_random(device):
+            for _ in range(runs):
+                stage.module.zero_grad()  # otherwise each parameter would have two gradients in memory
+                received = [plausible(s.on("meta"), device).requires_grad_(s.requires_grad) for s in bounds.received]
+                started = _now(device)
+                leaves = tree_leaves(stage.module(*received, batch=batch))
+                outputs = [t for t in leaves if isinstance(t, Tensor) and t.requires_grad]
+                torch.autograd.backward(outputs, [torch.ones_like(t) for t in outputs])
+                seconds.append(_now(device) - started)
+    finally:
+        # a stage is part of a cycle of references, so its memory would stay until the next garbage collection
+        replace_tensors(stage.module, lambda p: nn.Parameter(p.to("meta"), requires_grad=p.requires_grad), None)
+    return seconds
 
 
 def _fill(module: nn.Module, device: torch.device) -> None:
