@@ -49,6 +49,16 @@ FAMILIES: dict[str, tuple[dict[str, Any], str]] = {
         "image_classification",
     ),
 }
+EXPERTS: dict[str, dict[str, Any]] = {
+    "MixtralForCausalLM": {**GROUPED, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "Qwen3MoeForCausalLM": {
+        **GROUPED,
+        "head_dim": 8,
+        "num_experts": 12,  # the names of the tenth and later experts sort before the third
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+    },
+}
 PLANS = ["dp=2", "fsdp=2", "tp=2", "pp=2 microbatches=2"]
 DROPOUT = ("attn_pdrop", "resid_pdrop", "embd_pdrop", "hidden_dropout_prob", "attention_probs_dropout_prob")
 
@@ -131,6 +141,45 @@ def test_every_split_starts_from_the_folder(tmp_path: Path, ranks: Ranks, archit
     own = load_file(tmp_path / "weights")
     for name, tensor in reference.state_dict().items():
         torch.testing.assert_close(own[name], tensor, rtol=0, atol=1e-20)
+
+
+@pytest.mark.parametrize("architecture", EXPERTS)
+def test_experts_are_stacked_from_published_tensors(tmp_path: Path, architecture: str) -> None:
+    folder = model_folder(tmp_path / "base", architecture, **EXPERTS[architecture])
+    assert any("experts.0." in name for name in weights_from(folder))  # one tensor per expert
+    job = job_of({"hf": folder}, "causal_lm")
+    model: Any = job.model.build().eval()
+    assert isinstance(fitted(weights_from(folder), model), TensorPieces)  # transformers did not read the whole model
+    load_published(job, model)
+    inputs, _ = samples(job)
+    with torch.inference_mode():
+        assert torch.equal(model(inputs).logits, published(folder, architecture)(inputs).logits)
+
+
+@pytest.mark.parametrize("plan", ["ep=2", "fsdp=2", "tp=2"])
+def test_every_split_reads_its_part_of_stacked_experts(tmp_path: Path, ranks: Ranks, plan: str) -> None:
+    architecture = "Qwen3MoeForCausalLM"
+    folder = model_folder(tmp_path / "base", architecture, **EXPERTS[architecture])
+    run = new_run(tmp_path / "run", job_of({"hf": folder}, "causal_lm"), plan)
+    ranks(2, train_as_rank, run.path)
+    export(run.path, tmp_path / "weights")
+    own = load_file(tmp_path / "weights")
+    for name, tensor in published(folder, architecture).state_dict().items():
+        torch.testing.assert_close(own[name], tensor, rtol=0, atol=1e-20)
+
+
+def test_experts_that_are_missing_are_refused(tmp_path: Path) -> None:
+    folder = model_folder(tmp_path / "base", "MixtralForCausalLM", **EXPERTS["MixtralForCausalLM"])
+    tensors: dict[str, torch.Tensor] = {}
+    for file in folder.glob("*.safetensors"):
+        tensors |= load_file(file)
+        file.unlink()
+    (folder / "model.safetensors.index.json").unlink()
+    kept = {name: tensor for name, tensor in tensors.items() if "experts.3." not in name}
+    save_file(kept, folder / "model.safetensors")
+    job = job_of({"hf": folder}, "causal_lm")
+    with raises(JobError, "model.weights_differ", wrong=re.compile("experts")):
+        load_published(job, job.model.build())
 
 
 def test_a_folder_without_weights_is_refused_unless_other_weights_are_named(tmp_path: Path) -> None:

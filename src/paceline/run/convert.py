@@ -331,8 +331,9 @@ def fitted(source: TensorPieces, model: nn.Module) -> WeightSource:
     lacks. For example, a `BertForSequenceClassification` can start from weights of `BertForMaskedLM`; its classifier
     keeps its random values. The model may be on the meta device, but must not be divided yet.
     The source may have a tied tensor under any of its names. In a transformers model, names may have or lack the
-    prefix of the base model. If a model fuses several published tensors into one parameter (as the experts of Mixtral),
-    transformers reads the weights, and each rank temporarily needs memory for the whole model.
+    prefix of the base model. A parameter may be a stack of the published tensors of experts, as in Mixtral. If a model
+    fuses published tensors in other ways, transformers reads the weights, and each rank temporarily needs memory for
+    the whole model.
 
     Raises:
         JobError: the weights belong to another model. The message lists missing tensors, unknown tensors and
@@ -427,14 +428,29 @@ def _renamed(
     prefix = f"{getattr(model, 'base_model_prefix', None) or ''}."
     entries: dict[str, TensorEntry] = {}
     unknown: list[str] = []
-    published_name = _transformers_names(model)
+    published, fusions = _transformers_names(model)
+
+    def wanted_as(*spellings: str) -> str | None:
+        return next(
+            (n for own in spellings for n in (own, prefix + own, own.removeprefix(prefix)) if n in wanted), None
+        )
+
+    fused: dict[str, tuple[Any, dict[str, list[str]]]] = {}
     for name, entry in source.entries.items():
-        spellings = (n for own in (name, published_name(name)) for n in (own, prefix + own, own.removeprefix(prefix)))
-        found = next((n for n in spellings if n in wanted), None)
-        if found is None:
-            unknown.append(name)
-        else:
+        if (found := wanted_as(name, published(name))) is not None:
             entries[found] = entry
+            continue
+        unknown.append(name)
+        target, pattern, fusion = fusions(name)
+        if fusion is not None and (found := wanted_as(target)) is not None and not isinstance(source, DcpPieces):
+            fused.setdefault(found, (fusion, {}))[1].setdefault(pattern, []).append(name)
+    taken: set[str] = set()
+    for found, (fusion, names_of_pattern) in fused.items():
+        of_patterns = [sorted(names_of_pattern.get(p, []), key=_by_numbers) for p in fusion.source_patterns]
+        if (whole := _stacked([[source.entries[name] for name in names] for names in of_patterns])) is not None:
+            entries[found] = whole
+            taken.update(*of_patterns)
+    unknown = [name for name in unknown if name not in taken]
     of_base = base_names(model)
     for names in ([of_base.get(name) or name for name in tied] for tied in _tied(model)):
         there = next((entries[name] for name in names if name in entries), None)
@@ -443,17 +459,71 @@ def _renamed(
     return entries, unknown
 
 
-def _transformers_names(model: Any) -> Callable[[str], str]:
-    """Return transformers' function from a published name to the model's name."""
+def _stacked(parts: Sequence[Sequence[TensorEntry]]) -> TensorEntry | None:
+    """Return the tensor (experts, rows, …) that has the rows of each part of an expert one after the other.
+
+    The result is None if the parts do not fit together.
+
+    Args:
+        parts: for each part, the tensors (rows, …) of all experts.
+    """
+    first = parts[0][0] if parts[0] else None
+    if first is None or any(len(part) != len(parts[0]) for part in parts):
+        return None
+    pieces, row = [], 0
+    for part in parts:
+        for number, entry in enumerate(part):
+            if entry.dtype != first.dtype or entry.shape != part[0].shape or entry.shape[1:] != first.shape[1:]:
+                return None
+            pieces += [
+                TensorPiece(
+                    shard=piece.shard,
+                    key=piece.key,
+                    offset=[number, row + piece.offset[0], *piece.offset[1:]],
+                    shape=[1, *piece.shape],
+                )
+                for piece in entry.pieces
+            ]
+        row += part[0].shape[0]
+    return TensorEntry(dtype=first.dtype, shape=[len(parts[0]), row, *first.shape[1:]], pieces=pieces)
+
+
+def _by_numbers(name: str) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", name)]
+
+
+def _transformers_names(model: Any) -> tuple[Callable[[str], str], Callable[[str], tuple[str, str, Any]]]:
+    """Return two functions of a published name.
+
+    The first returns the model's name. The second returns the model's name of the parameter that the tensor is a part
+    of, the pattern of the part, and transformers' description; the description is None if there is no such parameter,
+    or if it is not made by stacking the tensors of experts.
+    """
     if not hasattr(model, "from_pretrained"):
-        return str
+        return str, lambda name: (name, "", None)
     try:
         from transformers.conversion_mapping import get_model_conversion_mapping
-        from transformers.core_model_loading import WeightRenaming, rename_source_key
+        from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
     except ImportError:  # transformers 4 renames in other ways; `_read_by_transformers` helps out
-        return str
-    renamings = [one for one in get_model_conversion_mapping(model) if isinstance(one, WeightRenaming)]
-    return lambda name: str(rename_source_key(name, renamings, [])[0])
+        return str, lambda name: (name, "", None)
+    mapping = get_model_conversion_mapping(model)
+    renamings = [one for one in mapping if isinstance(one, WeightRenaming)]
+    converters = [one for one in mapping if isinstance(one, WeightConverter)]
+
+    def fusion(name: str) -> tuple[str, str, Any]:
+        target, pattern = rename_source_key(name, renamings, converters)
+        found = next((one for one in converters if pattern in one.source_patterns), None)
+        return target, pattern or "", found if found is not None and _stacks(found) else None
+
+    return lambda name: str(rename_source_key(name, renamings, [])[0]), fusion
+
+
+def _stacks(converter: Any) -> bool:
+    """Return True if a conversion stacks experts, and puts several parts of an expert one below the other."""
+    operations = [(type(one).__name__, getattr(one, "dim", None)) for one in converter.operations]
+    stack, join = ("MergeModulelist", 0), ("Concatenate", 1)
+    several = len(converter.source_patterns) > 1
+    return len(converter.target_patterns) == 1 and operations == ([stack, join] if several else [stack])
 
 
 # buffers of old versions of transformers, which hold no learned values

@@ -97,7 +97,7 @@ class TensorPieces(Mapping[str, Tensor]):
                         there = [a - b for a, b in zip(begin, piece.offset, strict=True)]
                         here = [a - b for a, b in zip(begin, box.full, strict=True)]
                         for first, rows in _rows(shape, own.element_size()):
-                            within = [*rows, *shape[1:]]
+                            within = [*rows, *shape[len(rows) :]]
                             source = self.block(piece, [a + b for a, b in zip(there, first, strict=True)], within)
                             source = source.to(self.held_as.get(name, source.dtype))
                             _narrow(place, [a + b for a, b in zip(here, first, strict=True)], within).copy_(source)
@@ -144,8 +144,10 @@ class TensorPieces(Mapping[str, Tensor]):
         if piece.key not in header:
             raise SafetensorError(f"the file has no tensor {piece.key}")
         stored = header[piece.key]
-        if stored["shape"] != list(piece.shape):
-            raise SafetensorError(f"{piece.key} has shape {stored['shape']} instead of {list(piece.shape)}")
+        shape = list(piece.shape)
+        # a tensor that is stacked with others has one dimension less in the file
+        if stored["shape"] not in (shape, shape[1:] if shape[:1] == [1] else shape):
+            raise SafetensorError(f"{piece.key} has shape {stored['shape']} instead of {shape}")
         return DTYPES[stored["dtype"]], start + stored["data_offsets"][0]
 
     @property
@@ -492,13 +494,18 @@ def _check(path: Path, entry: ShardEntry, expected: Mapping[str, tuple[str, list
 
 
 def _rows(shape: Sequence[int], itemsize: int) -> Iterator[tuple[list[int], list[int]]]:
-    """Yield the first index and the rows of each section that is read at once."""
+    """Yield the first index, and the extent in the first dimensions, of each section that is read at once."""
     if not shape:
         yield [], []
         return
-    rows = max(1, _READ_BYTES // max(1, itemsize * prod(shape[1:])))
-    for first in range(0, shape[0], rows):
-        yield [first, *[0] * (len(shape) - 1)], [min(rows, shape[0] - first)]
+    size = itemsize * prod(shape[1:])
+    if size > _READ_BYTES and len(shape) > 1:
+        for number, (first, rows) in product(range(shape[0]), list(_rows(shape[1:], itemsize))):
+            yield [number, *first], [1, *rows]
+        return
+    count = max(1, _READ_BYTES // max(1, size))
+    for begin in range(0, shape[0], count):
+        yield [begin, *[0] * (len(shape) - 1)], [min(count, shape[0] - begin)]
 
 
 def _read(

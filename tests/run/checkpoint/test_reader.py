@@ -174,3 +174,16 @@ def test_a_part_that_the_pieces_do_not_hold_is_an_error_not_garbage(tmp_path: Pa
     assert own.all()
     with raises(CheckpointError, "checkpoint.elements_missing", elements=6, missing=3, name="w"):
         half.fill("w", own, ShardLayout.whole((4, 3)).narrow(0, 1, 3))
+
+
+def test_rows_that_are_longer_than_what_is_read_at_once_are_whole(tmp_path: Path) -> None:
+    file = tmp_path / "wide.safetensors"
+    wide = torch.arange(2 * 5 * 2**20, dtype=torch.float32).view(2, 5, 2**20)
+    save_file({"w": wide}, file)
+    piece = TensorPiece(shard=0, key="w", offset=[0, 0, 0], shape=list(wide.shape))
+    source = TensorPieces({"w": TensorEntry(dtype="F32", shape=list(wide.shape), pieces=[piece])}, [file])
+    assert torch.equal(source["w"], wide)
+    for dim, start, stop in ((0, 1, 2), (1, 1, 4), (2, 3, 2**19)):
+        own = torch.zeros_like(wide.narrow(dim, start, stop - start))
+        source.fill("w", own, ShardLayout.whole(wide.shape).narrow(dim, start, stop))
+        assert torch.equal(own, wide.narrow(dim, start, stop - start))
