@@ -460,9 +460,9 @@ def _renamed(
 
 
 def _stacked(parts: Sequence[Sequence[TensorEntry]]) -> TensorEntry | None:
-    """Return the tensor (experts, rows, …) that has the rows of each part of an expert one after the other.
+    """Return the stack (experts, rows, …) of the tensors of all experts.
 
-    The result is None if the parts do not fit together.
+    An expert's parts are one below the other. The result is None if the parts do not fit together.
 
     Args:
         parts: for each part, the tensors (rows, …) of all experts.
@@ -519,7 +519,7 @@ def _transformers_names(model: Any) -> tuple[Callable[[str], str], Callable[[str
 
 
 def _stacks(converter: Any) -> bool:
-    """Return True if a conversion stacks experts, and puts several parts of an expert one below the other."""
+    """Return True if a conversion stacks experts like `_stacked`."""
     operations = [(type(one).__name__, getattr(one, "dim", None)) for one in converter.operations]
     stack, join = ("MergeModulelist", 0), ("Concatenate", 1)
     several = len(converter.source_patterns) > 1

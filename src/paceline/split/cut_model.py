@@ -309,7 +309,10 @@ def possible_cuts(trace: ForwardTrace, blocks: Sequence[str]) -> tuple[list[Cut]
 
 
 def _few_samples(trace: ForwardTrace, samples: int) -> int:
-    """Return the number of samples whose largest output of a module has at most `_MEASURED_BYTES`, but at least 2."""
+    """Return the number of samples for a measurement, which is at least 2.
+
+    The largest output of a module has at most `_MEASURED_BYTES` for this number.
+    """
     shapes = [leaf for call in trace.module_calls for leaf in call.leaves if isinstance(leaf, TensorShape)]
     largest = max((math.prod(shape.size) * shape.dtype.itemsize for shape in shapes), default=0)
     return min(samples, max(2, samples * _MEASURED_BYTES // max(1, largest)))  # a batch norm needs 2 samples

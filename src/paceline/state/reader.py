@@ -494,7 +494,10 @@ def _check(path: Path, entry: ShardEntry, expected: Mapping[str, tuple[str, list
 
 
 def _rows(shape: Sequence[int], itemsize: int) -> Iterator[tuple[list[int], list[int]]]:
-    """Yield the first index, and the extent in the first dimensions, of each section that is read at once."""
+    """Yield the first index of each section that is read at once, and its size.
+
+    The size covers only the first dimensions; a section is whole in the others.
+    """
     if not shape:
         yield [], []
         return
