@@ -19,6 +19,7 @@ from paceline.job.job import Job
 from paceline.job.model import ModelSpec
 from paceline.planning.check.plan_errors import refuse
 from paceline.planning.plan import Plan
+from paceline.planning.prediction import modelled
 from paceline.run.build import load_published
 from paceline.run.convert import export, fitted, weights_from
 from paceline.state.reader import TensorPieces
@@ -344,6 +345,29 @@ def test_weights_in_bf16_are_exact_under_every_split(tmp_path: Path, plan: str) 
     optimizer = {"name": "adamw", "lr": 1e-3, "eps": 1e-3}
     job = job_of({"hf": folder, "dtype": "bf16"}, "causal_lm", optimizer=optimizer, stop={"steps": 3})
     assert paceline.check(job, f"{plan} precision=fp64", steps=3).holds
+
+
+@pytest.mark.parametrize("state", [None, "bf16"])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_the_predicted_memory_is_that_of_the_type_of_the_weights(tmp_path: Path, dtype: str, state: str | None) -> None:
+    folder = model_folder(tmp_path / "base", "LlamaForCausalLM")
+    optimizer = {"name": "adamw", "lr": 1e-3} | ({"state": state} if state else {})
+    job = job_of({"hf": folder, "dtype": dtype}, "causal_lm", precision="bf16", optimizer=optimizer)
+    model = job.model.build()
+    update = job.optimizer.build(dict(model.named_parameters()))
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    update.step()
+    weights = sum(p.nbytes for p in model.parameters())
+    moments = sum(
+        value.nbytes
+        for kept in update.state.values()
+        for value in kept.values()
+        if torch.is_tensor(value) and value.ndim
+    )
+    parts = modelled(job, discover(), Plan.parse("dp=1")).memory
+    assert parts["parameters"] == parts["gradients"] == weights
+    assert parts["optimizer"] == pytest.approx(moments, rel=0.02)
 
 
 def test_dtype_and_attention_are_those_of_the_job(tmp_path: Path) -> None:

@@ -292,6 +292,13 @@ class Plan:
         """Return the compute precision of a job under this plan."""
         return self.precision or job.precision
 
+    def held_bytes(self, job: Job) -> int:
+        """Return the bytes of a number of the weights, gradients and optimizer state."""
+        if self.precision_for(job) == "fp64":
+            return 8
+        # precision bf16 is autocast: the parameters stay in their own type
+        return 2 if job.model.dtype == "bf16" and job.quantize is None else 4
+
     def for_job(self, job: Job) -> Plan:
         """Return the plan with the job's `gradient_accumulation_steps` as microbatches.
 

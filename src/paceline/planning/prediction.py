@@ -14,11 +14,11 @@ from paceline.job.job import Job, base_precision
 from paceline.planning.arguments import AnyCluster, AnyJob, AnyPlan, cluster_of, job_of, plan_of
 from paceline.planning.cost.estimate import predict_layout
 from paceline.planning.cost.frameworks import PACELINE, PACELINE_COMPILED
-from paceline.planning.cost.layout import BYTES, Layout, Machines, Prediction
+from paceline.planning.cost.layout import Layout, Machines, Prediction
 from paceline.planning.history import corrected
 from paceline.planning.machines import Adjustment, adjusted, machines
 from paceline.planning.model.graph import ModelTrace
-from paceline.planning.model.model_info import matrix_work, model_info, state_tensors, trace
+from paceline.planning.model.model_info import matrix_work, model_info, optimizer_bytes, state_tensors, trace
 from paceline.planning.plan import DEGREES, Plan
 from paceline.planning.sync_info import CompressSpec, SyncSpec
 from paceline.units import count
@@ -124,9 +124,7 @@ class Layouts:
                 reason=apart,
             )
         asked, sync = plan.precision_for(self.job), SyncSpec.parse(plan.sync)
-        precision = base_precision(asked)
-        # bf16, fp8 and fp16 use autocast: parameters, gradients and moments stay fp32
-        number = float(BYTES["fp64" if precision == "fp64" else "fp32"])
+        precision, number = base_precision(asked), plan.held_bytes(self.job)
         return Layout(
             trace=self.trace_at(precision, plan.tp),
             machines=self.machines,
@@ -142,7 +140,7 @@ class Layouts:
             products="fp8" if asked == "fp8" and self._is_linear else "",
             parameter_bytes=number * self.held_part,
             gradient_bytes=number,
-            optimizer_bytes=number * self.state_tensors,
+            optimizer_bytes=optimizer_bytes(self.job, self.state_tensors, number),
             matrix_flops=self.matrices[0],
             matrix_numbers=self.matrices[1],
             offload=plan.offload,

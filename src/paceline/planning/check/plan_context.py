@@ -152,26 +152,27 @@ def state_bytes(plan: Plan, job: Job, model: ModelInfo) -> int:
 
     This minimum holds both during and between steps. Activations are not included.
     """
-    from paceline.planning.model.model_info import state_tensors
+    from paceline.planning.model.model_info import optimizer_bytes, state_tensors
 
     whole, trained, largest_block = _held(plan, model)
-    size = _held_size(plan, job)
+    size = plan.held_bytes(job)
     if plan.offload:
         # one block at a time is on the device, with its gradients
         return int(size * 2 * largest_block)
     kept = whole if plan.zero < 3 or plan.pp > 1 else max(whole / plan.fsdp, largest_block)
     # torch's pipelines gather and reduce once a step
     gradients = trained if plan.zero == 1 or plan.pp > 1 else trained / plan.fsdp
-    return int(size * (kept + gradients + state_tensors(job, model) * trained / plan.fsdp))
+    state = optimizer_bytes(job, state_tensors(job, model), size)
+    return int(size * (kept + gradients) + state * trained / plan.fsdp)
 
 
 def offloaded_bytes(plan: Plan, job: Job, model: ModelInfo) -> int:
     """Return the bytes that one rank keeps in host memory under a plan with `offload`."""
-    from paceline.planning.model.model_info import state_tensors
+    from paceline.planning.model.model_info import optimizer_bytes, state_tensors
 
     whole, trained, _ = _held(plan, model)
-    size = _held_size(plan, job)
-    return int(size * (whole + trained + state_tensors(job, model) * trained) / plan.fsdp)
+    size = plan.held_bytes(job)
+    return int((size * (whole + trained) + optimizer_bytes(job, state_tensors(job, model), size) * trained) / plan.fsdp)
 
 
 def memory_shortage(context: PlanContext) -> str | None:
@@ -190,14 +191,6 @@ def memory_shortage(context: PlanContext) -> str | None:
         if ranks * in_host > host.memory_bytes:
             return f"{size(ranks * in_host)} in the memory of a host that has {size(host.memory_bytes)}"
     return None
-
-
-def _held_size(plan: Plan, job: Job) -> int:
-    """Return the bytes of a number of the weights, gradients and optimizer state."""
-    if plan.precision_for(job) == "fp64":
-        return 8
-    # precision bf16 is autocast: the parameters stay in their own type
-    return 2 if job.model.dtype == "bf16" and job.quantize is None else 4
 
 
 def _held(plan: Plan, model: ModelInfo) -> tuple[float, float, float]:

@@ -215,6 +215,18 @@ def state_tensors(job: Job, info: ModelInfo) -> float:
     return job.state_tensors + 1 - matrices / sum(shape.numel for shape in trained)
 
 
+def optimizer_bytes(job: Job, tensors: float, size: int) -> float:
+    """Return the bytes of optimizer state and weight copies for each trained number.
+
+    Args:
+        tensors: the result of `state_tensors`.
+        size: bytes of a number of the weights.
+    """
+    copies = job.weight_copies
+    # `optimizer.state` sets the type of the moments, and `tensors` counts them in numbers of 4 bytes
+    return size * copies + (4 if job.optimizer.state is not None else size) * (tensors - copies)
+
+
 def matrix_work(job: Job, info: ModelInfo) -> tuple[float, float]:
     """Return Muon's FLOPs in a step and the number of elements of its matrices."""
     flops = numbers = 0
