@@ -253,7 +253,7 @@ class ChatForm:
         return Turns(tokens, np.arange(len(tokens)) >= (0 if self.train_on == "all" else len(before)))
 
     def _check_end(self, tokens: NDArray[np.int32], end: int, where: Where) -> None:
-        """Verify that the tokens before `end` close with a token at which generation stops."""
+        """Verify that the tokens before `end` end with a token at which generation stops."""
         last = end - 1
         while last > 0 and not self.tokenizer.decode(tokens[last : last + 1]).strip():
             last -= 1
@@ -461,7 +461,7 @@ def _read(file: Path) -> bytes:
 
 
 def _reproducible(source: str, day: date, place: Path) -> str:
-    """Return a template in which `day` replaces the date of today.
+    """Return a template in which `day` replaces today's date.
 
     Raises:
         DataError: the template is invalid, or uses random numbers or the current time in another way.

@@ -225,7 +225,7 @@ class SplitModel(Compute):
             elif self._head is not None:
                 tp = split_.mesh.group("tp")
             elif name in split_.parts and "tp" in split_.parts[name].sharded | split_.parts[name].summed:
-                reason = f"tp divides {head.path} inside of a region"
+                reason = f"tp divides {head.path} inside a region"
             if reason:
                 refuse_unless_auto(self.loss, reason)
                 head = Head(None, reason, f"the loss is computed from whole logits: {reason}")

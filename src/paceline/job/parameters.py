@@ -49,7 +49,7 @@ def matching(key: str, patterns: Iterable[str], names: Names, *, what: str = "pa
 
     Args:
         key: the job's key with the patterns, for the error.
-        what: what the names name, for the error.
+        what: noun for the named things, for the error.
 
     Raises:
         JobError: a pattern matches no parameter; the message names similar parameters.

@@ -376,7 +376,7 @@ def initialised(source: WeightSource, model: nn.Module) -> list[str]:
     if not lacking:
         return []
     more = f" and {len(lacking) - 5} more" if len(lacking) > 5 else ""
-    return [f"not among the initial weights, so initialised randomly: {', '.join(lacking[:5])}{more}"]
+    return [f"missing from the initial weights, and initialised randomly: {', '.join(lacking[:5])}{more}"]
 
 
 def load_weights(named: Mapping[str, Tensor], parts: Mapping[str, Part] | None, source: WeightSource) -> None:

@@ -1,7 +1,7 @@
 """Linear layers whose frozen weights are held in 8 or 4 bits (`quantize` in a job).
 
-Blocks of 64 elements of a row share a scale: int8 by torchao, nf4 by bitsandbytes (QLoRA, arXiv:2305.14314). To
-quantize a shard of rows, or of whole blocks of columns, gives the shard of the quantized weight.
+Blocks of 64 elements of a row share a scale: int8 by torchao, nf4 by bitsandbytes (QLoRA, arXiv:2305.14314). A
+quantized shard of rows, or of whole blocks of columns, is therefore equal to the shard of the quantized weight.
 """
 
 from __future__ import annotations

@@ -109,7 +109,7 @@ def _with_reference(parts: dict[str, float], layout: Layout, slow: StageCost) ->
     parts["tp"] += count * slow.tp_forward_s
     parts["launch"] += count * max(slow.forward - slow.forward_s - slow.tp_forward_s, 0.0)
     parts["bubble"] += (layout.pp - 1) * slow.forward
-    if not slow.blocks:  # measured times do not tell gathers from reductions: of three collectives, one is a gather
+    if not slow.blocks:  # measured times do not separate gathers from reductions; one of three collectives is a gather
         parts["fsdp"] *= 4 / 3
     elif layout.fsdp > 1:  # every forward pass without gradients gathers the weights
         gathered = gather_s(slow.parameters * layout.gathered_bytes, link_path(layout, "fsdp"), slow.blocks)
