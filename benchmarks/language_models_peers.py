@@ -107,7 +107,7 @@ def _with_trl(task: Task) -> tuple[list[float], list[float]]:
 
 def _with_a_loop(task: Task) -> tuple[list[float], list[float]]:
     """Train with a loop by hand, which pads each batch to its longest sequence."""
-    model = AutoModelForCausalLM.from_pretrained(task.model, dtype=torch.float32)
+    model: Any = AutoModelForCausalLM.from_pretrained(task.model, dtype=torch.float32)
     if task.lora is not None:
         from peft import LoraConfig, get_peft_model
 
@@ -141,7 +141,7 @@ def _first_adapters(model: Any, task: Task) -> None:
         from peft import set_peft_model_state_dict
         from safetensors.torch import load_file
 
-        found = set_peft_model_state_dict(model, load_file(task.adapters))
+        found: Any = set_peft_model_state_dict(model, load_file(task.adapters))
         assert not found.unexpected_keys
 
 

@@ -135,18 +135,19 @@ def speeds(bench: Bench, rounds: int, steps: int = 8) -> dict[str, float]:
     for (system, work, packed), runs in found.items():
         step = median_interval([run.step_s * 1e3 for run in runs])
         memory = median_interval([run.memory_bytes / 1e6 for run in runs])
-        print(f"{work} {system}{', packed' if packed else '':24}{_rounded(step):>28}{_rounded(memory):>28}")
+        name = f"{work}, {system}{', packed' if packed else ''}"
+        print(f"{name:32}{_rounded(step):>28}{_rounded(memory):>28}")
     figures: dict[str, float] = {}
     for work in WORKS:
         prefix = "" if work == "sft" else f"{work}_"
-        ours, packed = found[PACELINE, work, False], found[PACELINE, work, True]
-        trl, loop, packed_loop = found[TRL, work, False], found[LOOP, work, False], found[LOOP, work, True]
+        ours, ours_packed = found[PACELINE, work, False], found[PACELINE, work, True]
+        trl, loop, loop_packed = found[TRL, work, False], found[LOOP, work, False], found[LOOP, work, True]
         ratios = {
             "step_to_trl": _ratio(ours, trl, "step_s"),
             "memory_to_trl": _ratio(ours, trl, "memory_bytes"),
-            "step_to_plain_loop": _ratio(packed, packed_loop, "step_s"),
+            "step_to_plain_loop": _ratio(ours_packed, loop_packed, "step_s"),
             "padded_step_to_plain_loop": _ratio(ours, loop, "step_s"),
-            "memory_to_plain_loop": _ratio(packed, packed_loop, "memory_bytes"),
+            "memory_to_plain_loop": _ratio(ours_packed, loop_packed, "memory_bytes"),
         }
         for name, ratio in ratios.items():
             print(f"{prefix + name:36} {ratio}")
@@ -229,7 +230,7 @@ class Bench:
 
     def _write_samples(self, packed: bool) -> None:
         data = Job(**self._job("sft", 1, packed=packed)).data.build(input_shape=None, seed=0).train
-        samples = [data[i] for i in range(len(data))]
+        samples = [data[i] for i in range(len(data))]  # type: ignore[arg-type]
         named = [s if isinstance(s, dict) else dict(zip(("input_ids", "labels"), s, strict=True)) for s in samples]
         torch.save({key: torch.stack([sample[key] for sample in named]) for key in named[0]}, self._samples(packed))
 
