@@ -96,13 +96,13 @@ class CheckpointSchedule:
         self._early = asked or (self._early and shortly_after)
         return asked or (step % every == 0 and not shortly_after) or step - max(self.at, 0) >= every
 
-    def begin(self, step: int, snapshot: Snapshot, clock_s: float) -> None:
-        """Begin a checkpoint; it is written while the next steps run."""
+    def begin(self, step: int, snapshot: Snapshot, clock_s: float, *, copies: bool = True) -> None:
+        """Begin a checkpoint; it is written while the next steps run (`Checkpointer.save`)."""
         self.settle()
         self.at = step
         self._clock_s, self._begun = clock_s, time.monotonic()
         self._in_flight, self._released = True, False
-        self.checkpointer.save(step, snapshot)
+        self.checkpointer.save(step, snapshot, copies=copies)
 
     def release(self) -> None:
         """Wait until the current checkpoint has copied the weights, so they may change."""
@@ -246,20 +246,24 @@ class Checkpoints:
             self.save()
         self.memory.take(self._values())
 
-    def save(self) -> None:
-        """Begin a checkpoint of the current state; it is written while the next steps run."""
+    def save(self, *, copies: bool = True) -> None:
+        """Begin a checkpoint of the current state; it is written while the next steps run.
+
+        Args:
+            copies: False if the state does not change until the checkpoint is written.
+        """
         self.engine.on_phase("checkpoint", self.engine.step_count)
         self.engine.loader.gather_states()
         saved = snapshot(self.engine, self._values())
         saved.protected = None if self.stop.best is None else self.stop.best.step
-        self.saving.begin(self.engine.step_count, saved, self.stop.elapsed_s)
+        self.saving.begin(self.engine.step_count, saved, self.stop.elapsed_s, copies=copies)
         self._rewinds = 0
         self.engine.meter.mark(CHECKPOINT)
 
     def finish(self) -> None:
         """Save the final state, unless it is already saved, and wait for the writer."""
         if self.saving.at != self.engine.step_count:
-            self.save()
+            self.save(copies=False)
         self.saving.finish()
 
     def resume(self) -> bool:

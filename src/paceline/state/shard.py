@@ -16,7 +16,7 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from math import prod
@@ -65,13 +65,14 @@ class Shard:
 
     `begin` gets two kinds of tensors. Tensors in `own` are copied before `begin` returns, or on a GPU before any work
     that is enqueued later. Tensors in `shared` are copied later: on a CPU by `gather`, in a thread that the caller
-    chooses, and on a GPU by a side stream.
+    chooses, and on a GPU by a side stream. Without copies, `write` reads the tensors themselves.
     """
 
     def __init__(self) -> None:
         self._staging = torch.empty(0, dtype=torch.uint8)
         self._header = b""
         self._bytes = 0
+        self._uncopied: list[Tensor] = []  # what the file holds, if the staging buffer is not used
         self._to_gather: list[tuple[Tensor, Tensor]] = []  # (destination, source), on CPU
         self._on_the_way: list[tuple[Tensor, Tensor]] = []  # (destination, source), on a GPU
         self._stream: torch.Stream | None = None
@@ -82,10 +83,13 @@ class Shard:
         """Size of the file in bytes."""
         return len(self._header) + self._bytes
 
-    def begin(self, shared: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> None:
+    def begin(self, shared: Mapping[str, Tensor], own: Mapping[str, Tensor], *, copies: bool = True) -> None:
         """Compute the layout of the file, copy `own`, and start copying `shared`.
 
         The tensors in `shared` must not change before `gather` has returned.
+
+        Args:
+            copies: False if no tensor changes before `write` has ended. Tensors on a CPU are then not copied.
 
         Raises:
             CheckpointError: safetensors cannot store a tensor, or a name is in both `shared` and `own`.
@@ -99,6 +103,10 @@ class Shard:
             )
         tensors = {name: tensor.detach() for name, tensor in (*shared.items(), *own.items())}
         self._header, offsets, self._bytes = _header({name: describe(name, tensor) for name, tensor in tensors.items()})
+        self._uncopied, self._to_gather, self._on_the_way, self._copied = [], [], [], None
+        if not copies and not any(map(on_accelerator, tensors.values())):
+            self._uncopied = [tensors[name] for name in offsets]
+            return
         self._make_room(pinned=any(has_pinned_memory(t.device) for t in tensors.values()))
         places = {name: self._place(tensor, offsets[name]) for name, tensor in tensors.items()}
         for name in own:
@@ -136,11 +144,9 @@ class Shard:
             self._copied.synchronize()
             self._on_the_way = []
         digest = hashlib.sha256(self._header)
-        content = self._staging[: self._bytes].numpy().data
         with open(path, "wb", opener=private_opener) as file:
             file.write(self._header)
-            for begin in range(0, self._bytes, PIECE_BYTES):
-                piece = content[begin : begin + PIECE_BYTES]
+            for piece in self._content():
                 digest.update(piece)
                 file.write(piece)
                 # This call starts the write-back of written bytes, so that the disk is never idle and the final flush
@@ -151,6 +157,13 @@ class Shard:
             file.flush()
             os.fsync(file.fileno())
         return digest.hexdigest()
+
+    def _content(self) -> Iterator[memoryview]:
+        """Yield the bytes after the header, in pieces."""
+        for held in self._uncopied or [self._staging[: self._bytes]]:
+            content = as_bytes(held)
+            for begin in range(0, len(content), PIECE_BYTES):
+                yield content[begin : begin + PIECE_BYTES]
 
     def _make_room(self, *, pinned: bool) -> None:
         if self._staging.numel() < self._bytes or (pinned and not self._staging.is_pinned()):
@@ -194,11 +207,15 @@ def write_one_by_one(path: Path, described: Mapping[str, dict[str, Any]], read: 
     with create_private(path) as file:
         file.write(header)
         for name in offsets:
-            tensor = read(name).detach().contiguous()
-            if tensor.numel():
-                file.write(tensor.reshape(-1).view(torch.uint8).numpy().data)
+            file.write(as_bytes(read(name).detach()))
         file.flush()
         os.fsync(file.fileno())
+
+
+def as_bytes(tensor: Tensor) -> memoryview:
+    """Return the bytes of a CPU tensor in row-major order, copied only if not contiguous."""
+    flat = tensor.contiguous().reshape(-1)
+    return flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(b"")
 
 
 def described_bytes(described: Mapping[str, Any]) -> int:

@@ -120,11 +120,15 @@ class Checkpointer:
         self.write_s = 0.0
         self._claim_folder()
 
-    def save(self, step: int, snapshot: Snapshot) -> None:
+    def save(self, step: int, snapshot: Snapshot, *, copies: bool = True) -> None:
         """Begin the checkpoint of `step`, and continue it in the background.
 
         If the previous checkpoint is still being written, this method waits for it. Callers must call `release` before
         they change the shared tensors.
+
+        Args:
+            copies: False if nothing changes until `close` has returned, as at the end of a run. The state on CPUs is
+                then written without a copy in memory.
 
         Raises:
             CheckpointError: the previous checkpoint failed, or the snapshot has a value that cannot be saved. In both
@@ -136,7 +140,7 @@ class Checkpointer:
         coordinate = snapshot.coordinate or MeshCoordinate.plain(self.rank, self.world)
         contents, pieces = ShardContents.of(snapshot.shared, snapshot.parts, coordinate)
         own = {name: OwnEntry(**describe(name, tensor)) for name, tensor in snapshot.own.items()}
-        self._shard.begin(pieces, snapshot.own)
+        self._shard.begin(pieces, snapshot.own, copies=copies)
         self._copied.clear()
         self._hurry.clear()
         entry = ShardEntry(

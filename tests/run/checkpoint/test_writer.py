@@ -90,11 +90,15 @@ NAMES = st.text(st.characters(codec="utf-8", exclude_categories=["Cs"]), min_siz
 @given(
     shared=st.dictionaries(NAMES.map("model/{}".format), tensors(), max_size=6),
     own=st.dictionaries(NAMES.map("rng/{}".format), tensors(), max_size=3),
+    copies=st.booleans(),
 )
 def test_tensors_of_any_dtype_and_layout_come_back_bit_for_bit(
-    tmp_path_factory: pytest.TempPathFactory, shared: dict[str, Tensor], own: dict[str, Tensor]
+    tmp_path_factory: pytest.TempPathFactory, shared: dict[str, Tensor], own: dict[str, Tensor], copies: bool
 ) -> None:
-    path = save(tmp_path_factory.mktemp("run"), 1, Snapshot(shared, own))
+    saving = checkpointer(folder := tmp_path_factory.mktemp("run"))
+    saving.save(1, Snapshot(shared, own), copies=copies)
+    saving.close()
+    path = folder / "step-00000001"
     loaded = load(path, rank=0, world=1)
     assert loaded.shared.keys() == shared.keys()
     assert loaded.own.keys() == own.keys()
