@@ -199,7 +199,7 @@ def _divided(
             "setup.needs_whole_parameters",
             "plan {plan} divides the model's parameters ({axes}), but {optimizer} needs whole parameters. Use an "
             "elementwise optimizer such as AdamW, use dp={size}, or train a job, in which optimizer: muon, lars and "
-            "lamb run under every plan.",
+            "lamb run on divided parameters.",
             plan=plan,
             axes=axes,
             optimizer=type(whole[0]).__name__,
