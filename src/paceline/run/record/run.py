@@ -352,7 +352,7 @@ def _tokens(steps: Sequence[dict[str, Any]]) -> tuple[float | None, float | None
 
 def lost_samples(steps: Sequence[dict[str, Any]]) -> str:
     """Describe how many samples of rank 0 were cut, unlabelled or replaced; empty if none."""
-    samples = sum(s["local_samples"] for s in steps)
+    samples = sum(s.get("local_samples", 0) for s in steps)  # some kinds of runs omit it
     found = []
     for key, what in (
         ("shortened", "were longer than the context"),
