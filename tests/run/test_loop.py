@@ -351,9 +351,9 @@ def test_a_slow_rank_shows_as_compute_there_and_as_imbalance_elsewhere(tmp_path:
 def test_what_a_checkpoint_holds_up_is_booked_as_its_stall(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save = Checkpointer.save
 
-    def slow_save(self: Checkpointer, step: int, snapshot: Snapshot) -> None:
+    def slow_save(self: Checkpointer, step: int, snapshot: Snapshot, **options: bool) -> None:
         time.sleep(1)
-        save(self, step, snapshot)
+        save(self, step, snapshot, **options)
 
     monkeypatch.setattr(Checkpointer, "save", slow_save)
     run = train_here(tmp_path / "run", small_job(stop={"steps": 5}, checkpoint={"every_steps": 2}))
