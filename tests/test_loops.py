@@ -44,8 +44,7 @@ def test_every_script_prints_the_same_losses_alone_and_on_two_ranks(ranks: Ranks
         numbers = [float(number) for number in NUMBER.findall(one)]
         assert len(numbers) >= 4, script.name
         assert NUMBER.sub("#", two) == NUMBER.sub("#", one), script.name
-        # rounding grows over two epochs, on some processors to 1e-3; a wrong mean changes the first digits
-        assert [float(number) for number in NUMBER.findall(two)] == pytest.approx(numbers, rel=2e-3, abs=2e-5), (
+        assert [float(number) for number in NUMBER.findall(two)] == pytest.approx(numbers, rel=1e-4, abs=2e-5), (
             script.name
         )
 
