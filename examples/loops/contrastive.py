@@ -39,7 +39,7 @@ def main() -> None:
     views = TensorDataset(images, images + 0.3 * torch.randn_like(images))
     encoder = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 32))
     criterion = ContrastiveLoss()
-    optimizer = torch.optim.AdamW([*encoder.parameters(), *criterion.parameters()], lr=3e-3)
+    optimizer = torch.optim.AdamW([*encoder.parameters(), *criterion.parameters()], lr=1e-3)
     loader = DataLoader(views, batch_size=128, shuffle=True, drop_last=True)
 
     engine = paceline.setup([encoder, criterion], optimizer, loader=loader)
