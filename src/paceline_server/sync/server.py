@@ -25,6 +25,7 @@ from paceline.cluster.machine import own_address
 from paceline.comm.allreduce import Algorithm, OwnAllReduce
 from paceline.comm.comm_thread import CommThread, Task
 from paceline.comm.group import Group, Op
+from paceline.comm.shm.process_group import SharedMemory
 from paceline.device import is_accelerator
 from paceline.errors import ChannelError, LaunchError, PlanError, ServerLost, ServerRefused, SyncError
 from paceline.files import scratch_folder
@@ -45,10 +46,10 @@ from paceline_server.parameters.settings import ServerSettings, TensorSpec
 class ServerSums(AllReduce):
     """Sync rule that sums the gradients of all replicas on servers.
 
-    The result equals the result of `allreduce`. If replicas are on several hosts, buckets are pushed during the
-    backward pass. The servers are threads in the ranks of the first `servers` replicas, and each server sums a part of
-    every bucket. A server ends with its rank. If the rank is lost, the ranks of the next generation take over the
-    server's part.
+    The result equals the result of `allreduce`. The ranks of the first `servers` replicas serve, and each server sums a
+    part of every bucket. Within a host, a server sums in shared memory while its replica waits. Between hosts, buckets
+    are pushed during the backward pass to threads of the servers' ranks. A server ends with its rank. If the rank is
+    lost, the ranks of the next generation take over the server's part.
 
     Args:
         servers: number of servers.
@@ -65,9 +66,9 @@ class ServerSums(AllReduce):
     def lanes_over(self, dp: Group) -> tuple[list[Lane], str]:
         if dp.is_fake:
             return super().lanes_over(dp)
-        servers = ServerSum(dp, self.servers, self.compress)
+        servers = server_sum(dp, self.servers, self.compress)
         thread = CommThread("paceline-sync-0") if self.overlap else None
-        why = f"{servers.servers} of {dp.size} ranks serve"
+        why = f"{servers.servers} of {dp.size} ranks serve{servers.how}"
         return [Lane(dp, servers, self.replica.traffic, thread=thread)], why
 
     def coder(self, codec: str, lane: Lane, number: int) -> CodedSums:
@@ -117,7 +118,7 @@ class ServerDeltas(DiLoCo):
         self.servers = servers
 
     def algorithm_over(self, group: Group) -> Algorithm:
-        return ServerSum(group, self.servers, self.compress)
+        return server_sum(group, self.servers, self.compress)
 
     def compressed(self, codec: str) -> CodedSums:
         assert isinstance(self.algorithm, ServerSum), "there are several replicas"
@@ -128,38 +129,32 @@ class ServerDeltas(DiLoCo):
             self.algorithm.all_reduce(tensor)
 
 
-_LEAVE_S = 5.0
-_LOOK_S = 0.05  # interval at which a wait checks if the generation has ended
-_SUMS_OF_A_RANK = 2  # maximum number of concurrent sums
-_Part = tuple[Tensor, Tensor | None]  # a tensor to sum in place, and the bytes to send instead
-_sockets = count()  # numbers for the sums of this process
-
-
-class ServerSum(OwnAllReduce):
-    """All-reduce through servers in threads of the group's first ranks.
-
-    Each server sums a part of every tensor in rank order, so all ranks get bit-equal results.
+def server_sum(group: Group, servers: int, compress: str = "none") -> ServerSum:
+    """Sum on servers, in shared memory if all ranks share it; every rank of the group must call this.
 
     Args:
         compress: codec of the pushes of `coded_sum`.
     """
+    kind = MemorySum if isinstance(group.transport, SharedMemory) else ServiceSum
+    return kind(group, min(servers, group.size), compress)
+
+
+class ServerSum(OwnAllReduce):
+    """All-reduce through servers in the group's first ranks.
+
+    Each server sums a part of every tensor, so all ranks get bit-equal results.
+
+    Attributes:
+        servers: number of servers.
+        how: place of the sums, for the record.
+    """
 
     name = "server"
+    how = ""
 
-    def __init__(self, group: Group, servers: int, compress: str = "none") -> None:
-        self.compress = compress
-        self._held = ExitStack()
-        self._numbers = count()
-        # only another thread can cancel a sum for which other ranks do not arrive
-        self._beside = CommThread("paceline-sums") if generations_are_watched() else None
-        with self._held as held:
-            key = _key_of(group)
-            own = self._serve(group, key, servers) if group.rank < servers else None
-            addresses = [address for address in group.gather_json(own) if address is not None]
-            self.servers = len(addresses)
-            super().__init__(group)
-            self.client = held.enter_context(_client(group, addresses, key))
-            self._held = held.pop_all()
+    def __init__(self, group: Group, servers: int, compress: str) -> None:
+        super().__init__(group)
+        self.servers, self.compress = servers, compress
 
     def all_reduce(self, tensor: Tensor, op: Op = "sum") -> None:
         """Replace `tensor` on every rank with the sum or mean over the ranks.
@@ -171,7 +166,7 @@ class ServerSum(OwnAllReduce):
             raise SyncError("server.no_maxima", "servers can compute sums and means, but not maxima")
         flat = tensor.detach().contiguous().view(-1)
         flat = flat.cpu() if is_accelerator(flat.device) else flat
-        self._summed([(part, None) for part in flat.tensor_split(self.servers)])
+        self.sum_parts(flat, [None] * self.servers)
         self.group.count(tensor.nbytes, reduced_bytes=tensor.nbytes)
         if op == "mean":
             flat.div_(self.group.size)
@@ -192,21 +187,87 @@ class ServerSum(OwnAllReduce):
         # servers add encoded numbers as fp32; numbers that are not finite are not encoded
         numbers = flat[:numel].to("cpu", torch.float32, copy=True)
         tail = flat[numel:].to("cpu", copy=True)
-        parts = [(part, code.encode(f"{name}.{i}", part)) for i, part in enumerate(numbers.tensor_split(self.servers))]
-        self._summed([*parts, (tail, None)])
+        parts = numbers.tensor_split(self.servers)
+        coded = [code.encode(f"{name}.{i}", part) for i, part in enumerate(parts)]
+        self.sum_parts(numbers, coded)
+        self.sum_parts(tail, [None] * self.servers)
         flat[:numel].copy_(numbers)
         flat[numel:].copy_(tail)
-        sent_bytes = tail.nbytes + sum(part.nbytes if coded is None else coded.nbytes for part, coded in parts)
+        sent_bytes = tail.nbytes + sum(
+            part.nbytes if one is None else one.nbytes for part, one in zip(parts, coded, strict=True)
+        )
         self.group.count(sent_bytes, reduced_bytes=flat.nbytes)
 
-    def _summed(self, parts: list[_Part]) -> None:
-        """Sum tensors in place, each on the next server."""
+    def sum_parts(self, flat: Tensor, coded: Sequence[Tensor | None]) -> None:
+        """Replace a flat tensor with its sum, whose parts may have been encoded for their servers."""
+        raise NotImplementedError
+
+
+class MemorySum(ServerSum):
+    """Sums on servers in the shared memory of a host.
+
+    The ranks that serve do not push and pull: each adds its part of every rank's tensor in place, while the other ranks
+    wait for the sum.
+    """
+
+    how = " in shared memory"
+
+    def __init__(self, group: Group, servers: int, compress: str) -> None:
+        super().__init__(group, servers, compress)
+        self._decode = None if compress == "none" else decoder(compress)
+        self._memory = group.copy()  # whose first ranks reduce
+        assert isinstance(self._memory.transport, SharedMemory)
+        self._memory.transport.reduce_on(servers)
+
+    def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
+        return self._memory.empty(numel, dtype)
+
+    def release(self, tensor: Tensor) -> None:
+        self._memory.release(tensor)
+
+    def sum_parts(self, flat: Tensor, coded: Sequence[Tensor | None]) -> None:
+        for part, one in zip(flat.tensor_split(self.servers), coded, strict=True):
+            if one is not None and self._decode is not None:
+                part.copy_(self._decode(one, part.numel()))
+        self._memory.all_reduce(flat)
+
+    def close(self) -> None:
+        """Release the shared memory."""
+        self._memory.close()
+
+
+_LEAVE_S = 5.0
+_LOOK_S = 0.05  # interval at which a wait checks if the generation has ended
+_SUMS_OF_A_RANK = 2  # maximum number of concurrent sums
+_sockets = count()  # numbers for the sums of this process
+
+
+class ServiceSum(ServerSum):
+    """Sums on servers in threads of the group's first ranks, to which all ranks push.
+
+    Each server adds in rank order.
+    """
+
+    def __init__(self, group: Group, servers: int, compress: str) -> None:
+        super().__init__(group, servers, compress)
+        self._held = ExitStack()
+        self._numbers = count()
+        # only another thread can cancel a sum for which other ranks do not arrive
+        self._beside = CommThread("paceline-sums") if generations_are_watched() else None
+        with self._held as held:
+            key = _key_of(group)
+            own = self._serve(group, key) if group.rank < servers else None
+            addresses = [address for address in group.gather_json(own) if address is not None]
+            self.client = held.enter_context(_client(group, addresses, key))
+            self._held = held.pop_all()
+
+    def sum_parts(self, flat: Tensor, coded: Sequence[Tensor | None]) -> None:
         number = next(self._numbers)
         try:
             if self._beside is None:
-                self._sum(number, parts)
+                self._sum(number, flat, coded)
             else:
-                self._wait(self._beside.start(partial(self._sum, number, parts)))
+                self._wait(self._beside.start(partial(self._sum, number, flat, coded)))
         except GenerationOver:
             raise
         except (ChannelError, ServerLost, ServerRefused) as error:
@@ -228,11 +289,11 @@ class ServerSum(OwnAllReduce):
         if self._beside is not None:
             self._beside.close()
 
-    def _sum(self, number: int, parts: list[_Part]) -> None:
+    def _sum(self, number: int, flat: Tensor, coded: Sequence[Tensor | None]) -> None:
         place = {"index": self.group.rank, "members": self.group.size}
         begun = [
-            self.client.begin_sum(number, part, **place, bucket=i, coded=coded)
-            for i, (part, coded) in enumerate(parts)
+            self.client.begin_sum(number, part, **place, bucket=i, coded=one)
+            for i, (part, one) in enumerate(zip(flat.tensor_split(self.servers), coded, strict=True))
             if part.numel()
         ]
         for result in begun:
@@ -248,7 +309,7 @@ class ServerSum(OwnAllReduce):
                 )
         task.wait()
 
-    def _serve(self, group: Group, key: RunKey | None, servers: int) -> str:
+    def _serve(self, group: Group, key: RunKey | None) -> str:
         """Start a server in threads of this process, and return its address."""
         where: tuple[str, int] | Path
         if group.spans_hosts:
@@ -259,7 +320,13 @@ class ServerSum(OwnAllReduce):
         decode = None if self.compress == "none" else decoder(self.compress)
         server = self._held.enter_context(
             ParameterServer(
-                where, key, _settings(servers), part=group.rank, servers=servers, threads=threads, decode=decode
+                where,
+                key,
+                _settings(self.servers),
+                part=group.rank,
+                servers=self.servers,
+                threads=threads,
+                decode=decode,
             )
         )
         self._held.callback(_await_leave, server)

@@ -8,7 +8,8 @@ A tensor that is in shared memory (an arena) on every rank is reduced in place. 
 tensor from all ranks' memory and writes the result to all ranks, so every byte moves once. Other tensors are copied
 through the slots in chunks that stay in the cache, with the reduce-scatter and all-gather of Rabenseifner, 2004
 ("Optimization of Collective Reduction Operations"). Every element is reduced by one rank, or by all ranks in the same
-order. Therefore, the result has the same bits on all ranks.
+order. Therefore, the result has the same bits on all ranks. Large all-reduces use all ranks (`reducers`), or only the
+first ranks if these serve sums.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ class ShmCollectives(Collectives):
 
     def __init__(self, rounds: Rounds) -> None:
         self.rounds, self.rank, self.size = rounds, rounds.rank, rounds.size
+        self.reducers = self.size  # number of ranks that divide the work of a large all-reduce
         self._calls: dict[object, bytes] = {}
         self._small: dict[tuple[torch.dtype, int, int], list[Tensor]] = {}
         self._shares: dict[tuple[int, int, int, torch.dtype], list[list[Tensor]]] = {}
@@ -78,8 +80,8 @@ class ShmCollectives(Collectives):
         Each wait is for the contributions to chunk k and the results of chunk k - 1.
         """
         rank, size, rounds = self.rank, self.size, self.rounds
-        piece = CHUNK_BYTES // tensor.element_size() // size
-        chunks = [chunk.split(piece) for chunk in tensor.split(piece * size)]
+        piece = CHUNK_BYTES // tensor.element_size() // self.reducers
+        chunks = [chunk.split(piece) for chunk in tensor.split(piece * self.reducers)]
         before: Sequence[Tensor] = ()
         for chunk in [*chunks, ()]:
             slots = rounds.slots(tensor.dtype)
@@ -255,8 +257,8 @@ class ShmCollectives(Collectives):
     def _split_share(self, tensor: Tensor, place: tuple[int, int]) -> list[list[Tensor]]:
         number, offset = place
         line = 64 // tensor.element_size()  # two ranks never write to the same cache line
-        share = ceil(len(tensor) / self.size / line) * line
-        start, end = (min(len(tensor), share * r) for r in (self.rank, self.rank + 1))
+        share = ceil(len(tensor) / self.reducers / line) * line
+        start, end = (min(len(tensor), share * min(r, self.reducers)) for r in (self.rank, self.rank + 1))
         order = [self.rank, *(r for r in range(self.size) if r != self.rank)]
         size = tensor.element_size()
         segments = self.rounds.arenas[number].segments

@@ -139,6 +139,10 @@ class SharedMemory(Transport):
         self._group._rounds.arenas.pop(number, None)
         self._group._collectives.forget(number)
 
+    def reduce_on(self, ranks: int) -> None:
+        """Let only the first `ranks` ranks reduce large tensors; every rank must call this at the start."""
+        self._group._collectives.reducers = ranks
+
     def place_of(self, tensor: Tensor) -> tuple[int, int]:
         return self._group._rounds.place_of(tensor, tensor.nbytes)
 
