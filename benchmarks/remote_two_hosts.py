@@ -33,6 +33,7 @@ import paceline_server as remote
 from measure import environment_line, parser_of, print_figures
 from paceline.cluster.emulate import Emulation
 from paceline.cluster.host import Emulate
+from paceline.elastic.forkserver import ALLOCATOR
 from paceline.stats import Interval, median_interval
 from paceline.wire.key import RunKey, read_key, write_key
 
@@ -147,7 +148,8 @@ def pipeline(folder: Path, steps: int) -> tuple[list[float], list[float]]:
 def remote_modules(key: Path, steps: int) -> tuple[list[float], list[float]]:
     """The same of a loop on one host, whose model goes on on the other."""
     write_key(RunKey.make(), key)
-    environ = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(FILE.parent)}
+    # with the allocator of a rank of the pipeline
+    environ = os.environ | ALLOCATOR | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(FILE.parent)}
     with Emulation(Emulate(hosts=2)) as emulation, ExitStack() as held:
         first, second = emulation.hosts
         where = f"{second.address}:{PORT}"

@@ -45,6 +45,7 @@ def command(
     """
     import threading
 
+    from paceline.elastic.forkserver import keep_freed_memory
     from paceline.run.process import stop_signals
     from paceline.wire.key import default_key_file, name_of, own_key, read_key
     from paceline_server.client import place_of
@@ -55,6 +56,7 @@ def command(
     if not isinstance(place, Path):
         run_key = read_key(key) if key else own_key() or read_key(default_key_file())
     stop = threading.Event()
+    keep_freed_memory()
     with stop_signals(lambda _: stop.set()), serve(what, place, run_key, threads=threads, grace_s=grace) as serving:
         typer.echo(f"serving {', '.join(what)} at {name_of(serving.address)}")
         stop.wait()

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import paceline
 from model_families import family_job
 from paceline.errors import PlanError
-from ranks import Ranks
+from ranks import Backend, Ranks
 from refusals import raises
 
 
@@ -34,10 +34,16 @@ def trained(
     return losses, [p.detach().clone() for p in model.parameters()], engine.replica.traffic.sent_bytes
 
 
+BACKENDS: tuple[Backend, ...] = ("gloo", "shm")  # servers in threads, and in shared memory
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(("replicas", "sync"), [(2, "server"), (3, "server:servers=2")])
-def test_sums_of_servers_are_those_of_one_process_to_rounding(ranks: Ranks, replicas: int, sync: str) -> None:
+def test_sums_of_servers_are_those_of_one_process_to_rounding(
+    ranks: Ranks, replicas: int, sync: str, backend: Backend
+) -> None:
     losses, weights, _ = trained(1, "allreduce")
-    first, *others = ranks(replicas, trained, replicas, sync)
+    first, *others = ranks(replicas, trained, replicas, sync, backend=backend)
     assert first[0] == pytest.approx(losses, rel=1e-12)
     for one, other in zip(first[1], weights, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-13)
@@ -54,6 +60,15 @@ def test_deltas_that_servers_sum_are_those_of_diloco(ranks: Ranks) -> None:
         assert losses == pytest.approx(other_losses, rel=1e-12)
         for one, other in zip(weights, other_weights, strict=True):
             torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize("compress", ["", " compress=int8"])
+def test_sums_of_wide_buckets_have_the_same_bits_in_shared_memory(ranks: Ranks, compress: str) -> None:
+    how = (3, f"server{compress}", "fp32", 4096)  # larger than what every rank sums for itself
+    by_threads, in_memory = (ranks(3, trained, *how, backend=backend)[0] for backend in BACKENDS)
+    assert in_memory[0] == by_threads[0]
+    assert all(map(torch.equal, in_memory[1], by_threads[1]))
+    assert in_memory[2] == by_threads[2], "bytes"
 
 
 @pytest.mark.parametrize("sync", ["server:servers=2", "server:period=3,lr=1,momentum=0"])

@@ -9,6 +9,7 @@ forkserver and the ranks run `rank.py`.
 from __future__ import annotations
 
 import atexit
+import ctypes
 import functools
 import json
 import os
@@ -38,6 +39,17 @@ from paceline.rank_environment import KEY_FD, RankEnvironment
 # settings a rank keeps freed memory, except blocks as large as the gradient of a big layer. benchmarks/overhead.py
 # measures the effect.
 ALLOCATOR = {"MALLOC_TRIM_THRESHOLD_": str(2**30), "MALLOC_MMAP_THRESHOLD_": str(2**25)}
+_MALLOPT = {"MALLOC_TRIM_THRESHOLD_": -1, "MALLOC_MMAP_THRESHOLD_": -3}  # numbers of mallopt(3)
+
+
+def keep_freed_memory() -> None:
+    """Apply `ALLOCATOR` to this process, if its C library is glibc."""
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "mallopt"):
+        for name, value in ALLOCATOR.items():
+            libc.mallopt(_MALLOPT[name], int(value))
+
+
 # otherwise the C++ stack traces about lost peers hide the first error
 DEFAULTS = {**ALLOCATOR, "TORCH_CPP_LOG_LEVEL": "ERROR"}
 OFF = "PACELINE_FORK"  # with the value 0, every rank runs in its own interpreter

@@ -23,6 +23,7 @@ from paceline.job.spec import import_path_of
 from paceline.text import nearest
 from paceline.wire.key import RunKey, own_key
 from paceline_server.client import Client, Pending, place_of
+from paceline_server.modules.turns import end_threads, waiting
 from paceline_server.talk import Closing
 from paceline_server.values import Held, mapped
 
@@ -188,7 +189,8 @@ class Host(Closing):
                 pending, connection = sent.pending, sent.connection
                 try:
                     if pending is not None:
-                        return pending.result(sent.deadline_s)
+                        with waiting():
+                            return pending.result(sent.deadline_s)
                 except DeadlineError as error:
                     raise DeadlineError(
                         "remote.call_deadline",
@@ -228,6 +230,8 @@ class Host(Closing):
         if os.getpid() != self._process or self._closed:
             return
         self._closed = True
+        if not _hosts:
+            end_threads()
         self._released.put(None)
         self._thread.join()
         if self._error is None:

@@ -6,7 +6,7 @@ import itertools
 import math
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_EXCEPTION, wait
 from contextlib import contextmanager
 from contextvars import ContextVar, copy_context
 from typing import Any, Self, TypeVar
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from paceline.errors import PacelineError
 from paceline_server.modules.host import Answer, HasReference, Host, Named, Reference, host_of, path_of, sent_to
 from paceline_server.modules.served_module import ForwardCall, HasAnchor
+from paceline_server.modules.turns import Turns, threads, waiting
 from paceline_server.values import tensors_of, with_tensors
 
 _PIECE_BYTES = 2**26  # maximum bytes of module state in one call
@@ -241,10 +242,10 @@ T = TypeVar("T")
 def microbatches(step: Callable[[Any], T], batches: Iterable[Any], *, in_flight: int = 4) -> list[T]:
     """Run `step(batch)` for each microbatch, several at a time, and return the results.
 
-    `step` runs the forward and backward pass of one microbatch. Each microbatch has its own thread, so stages on
-    several hosts work on different microbatches at the same time, like a pipeline without a schedule. Gradients are
-    summed in order of arrival, so the rounding differs from run to run. The first error is raised after all
-    microbatches in progress have ended.
+    `step` runs the forward and backward pass of one microbatch. Stages on several hosts work on different microbatches
+    at the same time, like a pipeline without a schedule. In this process, one microbatch computes at a time, the
+    earliest that does not wait for a host. Gradients are summed in order of arrival, so the rounding differs from run
+    to run. The first error is raised after all microbatches in progress have ended.
 
     Args:
         step: e.g. `lambda b: (loss(second(first(b.x)), b.y) / count).backward()`.
@@ -258,15 +259,19 @@ def microbatches(step: Callable[[Any], T], batches: Iterable[Any], *, in_flight:
         )
     grad = torch.is_grad_enabled()
 
-    def run(batch: Any) -> T:
-        with torch.set_grad_enabled(grad):  # each thread has its own autocast state
+    turns = Turns()
+
+    def run(number: int, batch: Any) -> T:
+        with turns.taken(number), torch.set_grad_enabled(grad):  # each thread has its own autocast state
             return step(batch)
 
-    with ThreadPoolExecutor(in_flight, thread_name_prefix="paceline-microbatch") as pool:
-        futures = [pool.submit(copy_context().run, run, batch) for batch in batches]
-        _, waiting = wait(futures, return_when=FIRST_EXCEPTION)
-        for future in waiting:
-            future.cancel()
+    with threads(in_flight) as pool:
+        futures = [pool.submit(copy_context().run, run, number, batch) for number, batch in enumerate(batches)]
+        with waiting():
+            _, running = wait(futures, return_when=FIRST_EXCEPTION)
+            for future in running:
+                future.cancel()
+            wait(futures)
     return [future.result() for future in futures if not future.cancelled()]
 
 

@@ -73,6 +73,7 @@ class ServedModule:
         self._training = module.training
         self._graphs: dict[tuple[str, int], _Graph] = {}
         self._gradients: dict[Context, dict[str, Tensor]] = {}
+        self._own: dict[Context, set[str]] = {}  # names of sums that are in memory of their own
 
     def forward(self, caller: Caller, how: ForwardCall, args: Any, kwargs: Any) -> tuple[Any, list[int]]:
         """Return the detached outputs, and the positions of outputs that accept gradients."""
@@ -135,14 +136,21 @@ class ServedModule:
     def take_gradients(self, context: Context) -> dict[str, Tensor]:
         """Remove the gradients of a context, and return them by parameter name."""
         with self._books:
+            self._own.pop(context, None)
             return self._gradients.pop(context, {})
 
     def add_gradients(self, context: Context, gradients: Mapping[str, Tensor]) -> None:
         """Add gradients to the existing gradients of a context."""
         with self._books:
-            sums = self._gradients.setdefault(context, {})
+            sums, own = self._gradients.setdefault(context, {}), self._own.setdefault(context, set())
             for name, gradient in gradients.items():
-                sums[name] = sums[name] + gradient if name in sums else gradient
+                if name in own and sums[name].layout == gradient.layout:
+                    sums[name].add_(gradient)
+                elif name in sums:  # a first gradient may share its memory with another tensor
+                    sums[name] = sums[name] + gradient
+                    own.add(name)
+                else:
+                    sums[name] = gradient
 
     def squared_norm(self, context: Context) -> float:
         """Return the sum of squares of a context's gradients."""
@@ -154,6 +162,7 @@ class ServedModule:
         with self._books:
             self._graphs = {key: graph for key, graph in self._graphs.items() if key[0] != client}
             self._gradients = {context: sums for context, sums in self._gradients.items() if context[0] != client}
+            self._own = {context: own for context, own in self._own.items() if context[0] != client}
 
     def make_writable(self) -> None:
         """Replace parameters that a graph may use with writable copies.
@@ -391,10 +400,26 @@ def drawing_from(seeds: torch.Generator | None) -> Iterator[None]:
         if seeds is None:
             yield
         else:
-            with torch.random.fork_rng():
-                torch.manual_seed(int(torch.randint(2**62, (), generator=seeds)))
+            with _seeded(int(torch.randint(2**62, (), generator=seeds))):
                 yield
     finally:
         with _passes:
             _under_way[kind] -= 1
             _passes.notify_all()
+
+
+@contextmanager
+def _seeded(seed: int) -> Iterator[None]:
+    """Seed torch's generators, and restore them afterwards."""
+    if torch.accelerator.is_available():
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            yield
+        return
+    # torch.manual_seed also notes a seed for devices that do not exist, which takes longer than a small forward pass
+    before = torch.default_generator.get_state()
+    torch.default_generator.manual_seed(seed)
+    try:
+        yield
+    finally:
+        torch.default_generator.set_state(before)

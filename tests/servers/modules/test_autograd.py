@@ -271,6 +271,22 @@ def test_microbatches_in_flight_have_the_gradients_of_the_batch(there: Host) -> 
     torch.testing.assert_close(second.state_dict(), parts[1].state_dict())
 
 
+def test_one_microbatch_computes_here_while_others_wait_for_hosts(there: Host) -> None:
+    tower = module(there, path_of("Tower"), seed=2)
+    computing, wide = threading.Lock(), torch.ones(400, 400)
+
+    def step(batch: Tensor) -> float:
+        for _ in range(3):
+            assert computing.acquire(blocking=False), "two microbatches compute at the same time"
+            x = batch.clone().requires_grad_()
+            wide.mm(wide)
+            computing.release()
+            tower(x).sum().backward()
+        return float(sum(microbatches(lambda part: tower(part).sum().item(), [batch, batch])))
+
+    assert len(microbatches(step, list(torch.ones(6, 2, 4, dtype=torch.float64)))) == 6
+
+
 @pytest.mark.parametrize("fault", ["raise", "backward raise"])
 def test_an_error_there_comes_with_its_traceback(there: Host, fault: str) -> None:
     faulty = module(there, path_of("Faulty"))

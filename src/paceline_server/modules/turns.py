@@ -1,0 +1,96 @@
+"""Turns of the threads that run microbatches: one thread computes while the others wait for other processes.
+
+Threads that compute at the same time would share the cores and finish together, so that the other processes would first
+have nothing to do, and then all microbatches at once.
+"""
+
+from __future__ import annotations
+
+import heapq
+import os
+import threading
+from collections import defaultdict
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+
+
+class Turns:
+    """Order in which threads compute. The thread with the lowest number is next."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._is_taken = False
+        self._waiting: list[tuple[int, threading.Lock]] = []
+
+    @contextmanager
+    def taken(self, number: int) -> Iterator[None]:
+        """Compute in this thread, except while it waits (`waiting`)."""
+        self.take(number)
+        _own.turn = (self, number)
+        try:
+            yield
+        finally:
+            _own.turn = None
+            self.give()
+
+    def take(self, number: int) -> None:
+        """Wait for this thread's turn."""
+        with self._lock:
+            if not self._is_taken:
+                self._is_taken = True
+                return
+            given = threading.Lock()
+            given.acquire()
+            heapq.heappush(self._waiting, (number, given))
+        given.acquire()
+
+    def give(self) -> None:
+        """End this thread's turn."""
+        with self._lock:
+            if self._waiting:
+                heapq.heappop(self._waiting)[1].release()
+            else:
+                self._is_taken = False
+
+
+_own = threading.local()
+
+
+@contextmanager
+def waiting() -> Iterator[None]:
+    """Let another thread compute while this thread waits for another process."""
+    turn: tuple[Turns, int] | None = getattr(_own, "turn", None)
+    if turn is None:
+        yield
+        return
+    turns, number = turn
+    turns.give()
+    try:
+        yield
+    finally:
+        turns.take(number)
+
+
+_idle: dict[int, list[ThreadPoolExecutor]] = defaultdict(list)  # by number of threads
+os.register_at_fork(after_in_child=_idle.clear)  # a forked process has no such threads
+
+
+@contextmanager
+def threads(count: int) -> Iterator[ThreadPoolExecutor]:
+    """Lend threads. They are kept for later calls, because the first passes in a new thread are slow."""
+    idle = _idle[count]
+    pool = idle.pop() if idle else ThreadPoolExecutor(count, thread_name_prefix="paceline-microbatch")
+    try:
+        yield pool
+    except BaseException:  # tasks may still run
+        pool.shutdown(cancel_futures=True)
+        raise
+    idle.append(pool)
+
+
+def end_threads() -> None:
+    """End the kept threads."""
+    for idle in _idle.values():
+        while idle:
+            idle.pop().shutdown()
