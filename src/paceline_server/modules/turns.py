@@ -1,4 +1,4 @@
-"""Turns of the threads that run microbatches: one thread computes while the others wait for other processes.
+"""Turns of threads that run microbatches: one computes while the others wait.
 
 Threads that compute at the same time would share the cores and finish together, so that the other processes would first
 have nothing to do, and then all microbatches at once.
@@ -16,7 +16,7 @@ from contextlib import contextmanager
 
 
 class Turns:
-    """Order in which threads compute. The thread with the lowest number is next."""
+    """Order in which threads compute: the lowest number is next."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -78,7 +78,10 @@ os.register_at_fork(after_in_child=_idle.clear)  # a forked process has no such 
 
 @contextmanager
 def threads(count: int) -> Iterator[ThreadPoolExecutor]:
-    """Lend threads. They are kept for later calls, because the first passes in a new thread are slow."""
+    """Lend threads, and keep them for later calls.
+
+    The first passes in a new thread are slow.
+    """
     idle = _idle[count]
     pool = idle.pop() if idle else ThreadPoolExecutor(count, thread_name_prefix="paceline-microbatch")
     try:

@@ -130,7 +130,9 @@ class ServerDeltas(DiLoCo):
 
 
 def server_sum(group: Group, servers: int, compress: str = "none") -> ServerSum:
-    """Sum on servers, in shared memory if all ranks share it; every rank of the group must call this.
+    """Sum on servers, in shared memory if all ranks share it.
+
+    Every rank of the group must call this.
 
     Args:
         compress: codec of the pushes of `coded_sum`.
@@ -199,7 +201,7 @@ class ServerSum(OwnAllReduce):
         self.group.count(sent_bytes, reduced_bytes=flat.nbytes)
 
     def sum_parts(self, flat: Tensor, coded: Sequence[Tensor | None]) -> None:
-        """Replace a flat tensor with its sum, whose parts may have been encoded for their servers."""
+        """Replace a flat tensor with its sum; parts may be encoded for their servers."""
         raise NotImplementedError
 
 

@@ -140,7 +140,10 @@ class SharedMemory(Transport):
         self._group._collectives.forget(number)
 
     def reduce_on(self, ranks: int) -> None:
-        """Let only the first `ranks` ranks reduce large tensors; every rank must call this at the start."""
+        """Let only the first `ranks` ranks reduce large tensors.
+
+        Every rank must call this at the start.
+        """
         self._group._collectives.reducers = ranks
 
     def place_of(self, tensor: Tensor) -> tuple[int, int]:
