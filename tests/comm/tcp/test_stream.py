@@ -34,9 +34,18 @@ class Tape:
         self.all += self._part[:count]
 
 
-def connect(a: ByteStream, b: ByteStream, sealed: bool = True) -> None:
+def over_tcp() -> tuple[socket.socket, socket.socket]:
+    """Both ends of a TCP connection on loopback."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        one = socket.create_connection(listener.getsockname())
+        return one, listener.accept()[0]
+
+
+def connect(
+    a: ByteStream, b: ByteStream, sealed: bool = True, ends: tuple[socket.socket, socket.socket] | None = None
+) -> None:
     """As two ranks do that have found each other: each tells how much it has received."""
-    one, other = socket.socketpair()
+    one, other = ends or socket.socketpair()
     for end in (one, other):
         end.setblocking(False)
         end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2**13)
@@ -116,6 +125,27 @@ def test_what_is_left_for_the_next_turn_shows_in_a_poll(monkeypatch: pytest.Monk
         readable, _, _ = select.select([reader], [], [], 5)
         assert readable, f"only {streams[1].received} bytes were seen"
         streams[1].read()
+    for stream in streams:
+        stream.detach()
+
+
+@pytest.mark.parametrize("sealed", [True, False])
+def test_small_records_after_large_ones_show_in_a_poll(monkeypatch: pytest.MonkeyPatch, sealed: bool) -> None:
+    """A wait for the rest of a large record ends with that record, also if a turn of reading ends first."""
+    monkeypatch.setattr(stream_module, "_TURN_BYTES", 1)
+    streams = ByteStream(Tape(1)), ByteStream(Tape(70_000))
+    connect(*streams, sealed, over_tcp())
+    writer, reader = (stream.connection for stream in streams)
+    assert writer is not None
+    assert reader is not None
+    for nbytes in (300_000, 100, 5_000, 1, 300_000, 2_000):
+        streams[0].give(memoryview(bytes(nbytes)), lent=False)
+        while streams[1].received < streams[0].given:
+            streams[0].write()
+            ready = select.select([reader], [writer] if streams[0].wants_to_write else [], [], 5)
+            assert any(ready), f"only {streams[1].received} of {streams[0].given} bytes were seen"
+            if reader in ready[0]:
+                streams[1].read()
     for stream in streams:
         stream.detach()
 

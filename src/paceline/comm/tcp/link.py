@@ -422,7 +422,7 @@ def _tune(connection: socket.socket) -> None:
 
 
 _MAGIC = b"pace-tcp"
-_VERSION = 3
+_VERSION = 4
 _GREETING = struct.Struct(f"<8sH16sII??QQ{KEY_BYTES}s")
 GREETING_BYTES = _GREETING.size
 GROUP_BYTES = 16

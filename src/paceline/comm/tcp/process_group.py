@@ -1,8 +1,9 @@
 """The process group `tcp`: c10d's collectives and messages between ranks on several hosts.
 
-Every rank sends small tensors directly to every other rank, with a single wait. Large tensors go around a ring in
-chunks, and one chunk is added while the next chunk is in transit. Every element is added along one chain of ranks, or
-by all ranks in the same order. Therefore, the result has the same bits on all ranks.
+Every rank sends small tensors directly to every other rank, with a single wait, as do two ranks with tensors of any
+size. Otherwise, large tensors go around a ring in chunks, and one chunk is added while the next chunk is in transit.
+Every element is added along one chain of ranks, or by all ranks in the same order. Therefore, the result has the same
+bits on all ranks.
 """
 
 from __future__ import annotations
@@ -107,6 +108,7 @@ def _message(flat: Tensor, tag: int) -> CurrentCall:
 _SMALL_BYTES = 2**16  # limit in bytes up to which a rank sends a tensor directly to all other ranks
 _CHUNK_BYTES = (2**17, 2**20)  # smallest and largest
 _CHUNKS = 8  # minimum number of chunks per rank's share, unless the chunks would be too small
+_SWAP_BYTES = 2**20  # size of a chunk between two ranks
 _AHEAD_BYTES = 2**22  # bytes sent ahead around the ring: the volume of a link of 1 Gbit/s in 30 ms
 
 
@@ -128,6 +130,8 @@ class TcpCollectives(Collectives):
         if self._is_small(tensor.nbytes):
             parts = yield from self._all_of(call, tensor)
             _combine(reduction, tensor, parts)
+        elif self.size == 2:
+            yield from self._swap(call, tensor, reduction)
         else:
             yield from self._ring(call, tensor.tensor_split(self.size), range(2 * (self.size - 1)), reduction)
 
@@ -230,6 +234,22 @@ class TcpCollectives(Collectives):
         for _, receives in around(shares, self.rank, steps, start, chunk=chunk, ahead=ahead, reduction=reduction):
             yield from self._wait(receives)
         yield from self._done(sends)
+
+    def _swap(self, call: CurrentCall, tensor: Tensor, reduction: Reduction) -> Steps:
+        """Send a whole tensor to the only other rank, and add its tensor.
+
+        A ring of two ranks sends as many bytes, but its second step waits for the first.
+        """
+        chunks = tensor.split(max(1, _SWAP_BYTES // tensor.element_size()))
+        buffers = [torch.empty_like(chunk) for chunk in chunks[: _AHEAD_BYTES // _SWAP_BYTES]]
+        theirs = [buffers[i % len(buffers)][: len(chunk)] for i, chunk in enumerate(chunks)]
+        receives = [self._receive(self._right, call, target) for target in theirs[: len(buffers)]]
+        sends = [self._send(self._right, call, chunk) for chunk in chunks]
+        for i, (own, other) in enumerate(zip(chunks, theirs, strict=True)):
+            yield from self._done([receives[i], sends[i]])
+            reduction.into(own, [own, other] if self.rank == 0 else [other, own])
+            if i + len(buffers) < len(chunks):
+                receives.append(self._receive(self._right, call, theirs[i + len(buffers)]))
 
     def _all_of(self, call: CurrentCall, tensor: Tensor) -> Steps:
         """Return the tensors of all ranks, in rank order; this rank's entry is `tensor` itself."""

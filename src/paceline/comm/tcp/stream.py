@@ -7,10 +7,11 @@ header (number of bytes that follow, number of bytes received so far) and the by
 `wire.connection`, these frames carry positions instead of whole messages. Tensors are sent from and received into their
 own memory.
 
-On the connection, the bytes are encrypted with AES-128-OCB (RFC 7253), or sent in plaintext if encryption is off. Each
-direction of each connection has a separate random key, which is exchanged in the handshake. A record consists of
-length, ciphertext and tag, and its nonce is the record's number. If a record was changed, repeated, omitted, moved, or
-taken from another direction or connection, the tag does not match. TLS records offer the same protection at several
+On the connection, the bytes are encrypted with AES-128-GCM, or sent in plaintext if encryption is off. Each direction
+of each connection has a separate random key, which is exchanged in the handshake. A record consists of length,
+ciphertext and tag, and its nonce is the record's number. If a record was changed, repeated, omitted, moved, or taken
+from another direction or connection, the tag does not match. While a record is incomplete, the kernel does not wake the
+receiver before the rest has arrived (`SO_RCVLOWAT`). TLS records offer the same protection at several
 times the cost, because Python's `ssl` copies every 16 KiB several times.
 """
 
@@ -25,14 +26,15 @@ from typing import Protocol
 
 import numpy as np
 from cryptography.exceptions import InvalidTag
-from cryptography.hazmat.primitives.ciphers.aead import AESOCB3
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from paceline.errors import SyncError
 
 KEY_BYTES, TAG_BYTES = 16, 16
 _LENGTH = struct.Struct("<I")
 RECORD_BYTES = 2**20  # maximum plaintext: large enough to hide Python's overhead
-_SEALED_BYTES = _LENGTH.size + RECORD_BYTES + TAG_BYTES
+_SEALING_BYTES = _LENGTH.size + TAG_BYTES
+_SEALED_BYTES = _SEALING_BYTES + RECORD_BYTES
 # Consecutive parts of at most this size are copied into one record, up to _MOST_GATHERED of them.
 _GATHERED_BYTES = 2**12
 _MOST_GATHERED = 16
@@ -67,6 +69,9 @@ class Wire:
     def flush(self) -> None:
         """Pass the pending bytes to the kernel."""
 
+    def pause(self) -> None:
+        """Prepare for a wait in `poll`, after all available bytes were read."""
+
     def send(self, parts: list[memoryview]) -> int:
         """Accept bytes from the beginning of `parts`, and return the number of accepted bytes."""
         return self.connection.sendmsg(parts)
@@ -86,7 +91,7 @@ class SealedWire(Wire):
 
     def __init__(self, connection: socket.socket, sending: bytes, receiving: bytes) -> None:
         super().__init__(connection)
-        self._sending, self._receiving = AESOCB3(sending), AESOCB3(receiving)
+        self._sending, self._receiving = AESGCM(sending), AESGCM(receiving)
         self._sent = self._received = 0  # numbers of the next records
         self._sent_bytes = 0
         self._out = _memory(_SEALED_GATHERED_BYTES + _SEALED_BYTES)
@@ -95,6 +100,7 @@ class SealedWire(Wire):
         self._begin = self._end = 0  # range of the content of `_in`
         self._opened = _memory(RECORD_BYTES)
         self._rest = self._opened[:0]  # decrypted bytes that have not been read yet
+        self._awaited = 1  # number of bytes from which the kernel reports the socket as readable
 
     @property
     def pending(self) -> bool:
@@ -156,6 +162,15 @@ class SealedWire(Wire):
         self._rest = self._rest[count:]
         return count
 
+    def pause(self) -> None:
+        """Let `poll` report the connection only once the rest of the current record has arrived."""
+        there = self._end - self._begin
+        whole = _SEALING_BYTES + _LENGTH.unpack_from(self._in, self._begin)[0] if there >= _LENGTH.size else 0
+        awaited = max(1, whole - there)
+        if awaited != self._awaited:
+            self._awaited = awaited
+            self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, awaited)
+
     def _whole(self) -> int | None:
         """Return the length of the next record once the whole record has arrived, else None."""
         there = self._end - self._begin
@@ -175,8 +190,8 @@ class SealedWire(Wire):
         if self._begin:
             self._in[:there] = self._in[self._begin : self._end]  # source and destination may overlap
             self._begin, self._end = 0, there
-        rest = _LENGTH.unpack_from(self._in)[0] + TAG_BYTES if there >= _LENGTH.size else 0
-        count = self.connection.recv_into(self._in[there : rest + _AHEAD_BYTES])
+        whole = _SEALING_BYTES + _LENGTH.unpack_from(self._in)[0] if there >= _LENGTH.size else 0
+        count = self.connection.recv_into(self._in[there : whole + _AHEAD_BYTES])
         self._end += count
         return count > 0
 
@@ -420,7 +435,9 @@ class ByteStream:
                 else:
                     self._read_header()
         except BlockingIOError:
-            return
+            pass
+        if self._wire is not None:
+            self._wire.pause()
 
     def _read_header(self) -> None:
         while self._end - self._begin < _FRAME.size:
