@@ -47,7 +47,8 @@ def main() -> None:
     print(f"{len(expected)} trainings on the CPU as references: {time.monotonic() - started:.0f} s")
     results = simulated(cases, expected, device, _tell)
     verdicts = Counter(result.verdict for result in results)
-    (ours, plain), (of_two, _) = counts_of_a_step(device), counts_of_a_step(device, ranks=2)
+    of_one, of_two = counts_of_a_step(device), counts_of_a_step(device, ranks=2)["paceline train"]
+    ours, plain = of_one["paceline train"], of_one["plain"]
     print(", ".join(f"{number} {verdict}" for verdict, number in verdicts.items()))
     print(f"one step, dp=1: {ours.launches:g} launches, plain PyTorch {plain.launches:g}")
     for plan, counts in ("dp=1", ours), ("dp=2", of_two):

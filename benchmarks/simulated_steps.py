@@ -1,4 +1,8 @@
-"""Host waits and kernel launches of one step: of paceline's loop, and of the same step in plain PyTorch."""
+"""Host waits and kernel launches of one step: of paceline's loops, and of the same step in plain PyTorch.
+
+The loops are `paceline train`, `engine.step` and `engine.backward` with `engine.update`. The plain loop has the same
+model, a fused optimizer, and torch's `clip_grad_norm_` if the job clips.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +15,17 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
+import paceline
 from measure import our_steps
 from paceline.comm import Group
 from paceline.comm.backend import joined
 from paceline.elastic.place import on_this_machine
 from paceline.elastic.run_on_ranks import run_on_ranks
 from paceline.files import scratch_folder
+from paceline.job.job import Job
 from paceline.run.build import build_engine, built, seed_all
 from paceline.run.loop import Loop
 from paceline.run.record.run import Run
@@ -25,8 +33,8 @@ from simulated_cases import Case
 from simulated_ranks import describe
 from simulated_sets import DEADLINE_S, environment
 
-# whole epochs, at whose ends nothing is left to be read; replicas are compared before steps 1, 2, 4, 8, 16
-WARM_UP, STEPS = 18, 12
+# replicas are compared, and a user's loss is verified, in steps 1, 2, 4, 8, 16, 32 and 64
+WARM_UP, STEPS = 34, 12
 
 
 @dataclass
@@ -34,36 +42,68 @@ class StepCounts:
     """Kernel launches and host waits of one step, in the mean over some.
 
     Attributes:
+        waits: those of a device that runs behind the host, so the numbers of the step before are not there yet.
         waits_before_update: those before the update of the step is queued.
+        idle_waits: those that leave the device without a kernel to run.
+        eager_waits: waits for a device that keeps pace with the host: those of calls that always wait.
         lines: of code that waited, and how often in all steps.
     """
 
     launches: float
     waits: float
     waits_before_update: float
+    idle_waits: float
+    eager_waits: float
     lines: dict[str, int]
 
 
-def counts_of_a_step(device: Mapping[str, str], ranks: int = 1) -> tuple[StepCounts, StepCounts]:
-    """Counts of our step, and of the plain one of the same batch, on the first of so many simulated devices."""
+class Steady(Case):
+    """A training without the end of an epoch, before which the loop reads all numbers."""
+
+    def job(self, steps: int = WARM_UP) -> Job:
+        """See `Case.job`."""
+        job = super().job(steps)
+        samples = job.global_batch * (WARM_UP + 2 * STEPS + 2)
+        return job.model_copy(update={"data": job.data.model_copy(update={"samples": samples})})
+
+
+@dataclass
+class Request:
+    """A folder for a run, and whether the gradients are clipped."""
+
+    folder: Path
+    clips: bool
+
+
+def counts_of_a_step(device: Mapping[str, str], ranks: int = 1, *, clips: bool = False) -> dict[str, StepCounts]:
+    """Counts by loop, with the plain loop of the same batch as `plain`, on the first of so many simulated devices."""
     with environment(device), scratch_folder() as folder:
-        both, *_ = run_on_ranks(
-            count, folder, places=on_this_machine(ranks), deadline_s=DEADLINE_S, start_deadline_s=DEADLINE_S
+        found, *_ = run_on_ranks(
+            count,
+            Request(folder, clips),
+            places=on_this_machine(ranks),
+            deadline_s=DEADLINE_S,
+            start_deadline_s=DEADLINE_S,
         )
-    return both[0], both[1]
+    return found
 
 
-def count(folder: Path) -> list[StepCounts]:
-    """In a rank: the counts of our step and of the plain one."""
+def count(request: Request) -> dict[str, StepCounts]:
+    """In a rank: the counts of each loop."""
     torch.set_num_threads(1)
     with joined() as group:
-        case = Case(f"dp={group.size}")
-        return [_ours(case, folder / "run", group), _plain(case, group.device)]
+        case = Steady(f"dp={group.size}", features=("clip",) if request.clips else ())
+        return {
+            "paceline train": _train(case, request.folder / "run", group),
+            "engine.step": _own(case, whole=True),
+            "engine.update": _own(case, whole=False),
+            "plain": _plain(case, group.device),
+        }
 
 
-def _ours(case: Case, folder: Path, group: Group) -> StepCounts:
+def _train(case: Case, folder: Path, group: Group) -> StepCounts:
     if group.rank == 0:
-        describe(case, WARM_UP + STEPS + 1, folder, group)
+        describe(case, WARM_UP + 2 * STEPS + 1, folder, group)
     group.gather_json(None)  # the others read it
     run = Run(folder)
     seed_all(run.job.seed)
@@ -76,23 +116,62 @@ def _ours(case: Case, folder: Path, group: Group) -> StepCounts:
         return _counted(lambda: next(steps), engine.optimizer)
 
 
+def _own(case: Case, *, whole: bool) -> StepCounts:
+    """A loop of a user's own, which reads no number."""
+    model, optimizer, data, batch = _parts(case)
+    loader = DataLoader(data, batch_size=batch, shuffle=True)
+    loss: Any = _loss if whole else None
+    clip: Any = case.job().clip_norm
+    engine = paceline.setup(model, optimizer, loss=loss, loader=loader, plan=case.plan, clip_norm=clip)
+    batches: Iterator[Any] = itertools.chain.from_iterable(itertools.repeat(engine.loader))
+
+    def step() -> None:
+        if whole:
+            engine.step(next(batches))
+            return
+        inputs, target = next(batches)
+        engine.backward(_loss(model(inputs), target))
+        engine.update()
+
+    try:
+        return _counted(step, optimizer)
+    finally:
+        engine.loader.close()
+        engine.close()
+
+
 def _plain(case: Case, device: torch.device) -> StepCounts:
     """The step as anybody would write it: batches copied from pinned memory, no number read."""
-    job = case.job()
-    seed_all(job.seed)
-    model = job.model.build().to(device)
-    optimizer = job.optimizer.build(model.parameters())
-    data = job.data.build(input_shape=None, seed=job.seed).train
-    batches = torch.utils.data.DataLoader(data, batch_size=job.global_batch, shuffle=True, pin_memory=True)
-    endless: Iterator[list[torch.Tensor]] = itertools.chain.from_iterable(itertools.repeat(batches))
+    model, optimizer, data, batch = _parts(case)
+    model.to(device)
+    clip = case.job().clip_norm
+    batches = DataLoader(data, batch_size=batch, shuffle=True, pin_memory=True)
+    endless: Iterator[list[Tensor]] = itertools.chain.from_iterable(itertools.repeat(batches))
 
     def step() -> None:
         inputs, target = (part.to(device, non_blocking=True) for part in next(endless))
         optimizer.zero_grad()
-        F.cross_entropy(model(inputs).flatten(0, -2), target.flatten()).backward()
+        _loss(model(inputs), target).backward()
+        if clip is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
         optimizer.step()
 
     return _counted(step, optimizer)
+
+
+def _parts(case: Case) -> tuple[nn.Module, torch.optim.Optimizer, Any, int]:
+    """Model, fused optimizer and data of a case's job, and its global batch."""
+    job = case.job()
+    seed_all(job.seed)
+    model = job.model.build()
+    optimizer = job.optimizer.build(model.parameters())
+    for group in optimizer.param_groups:
+        group["fused"], group["foreach"] = True, False
+    return model, optimizer, job.data.build(input_shape=None, seed=job.seed).train, job.global_batch
+
+
+def _loss(output: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(output.flatten(0, -2), target.flatten())
 
 
 def _counted(step: Callable[[], object], optimizer: torch.optim.Optimizer) -> StepCounts:
@@ -114,4 +193,17 @@ def _counted(step: Callable[[], object], optimizer: torch.optim.Optimizer) -> St
     hook.remove()
     counts, lines = device.counts(), device.wait_lines()
     device.trace_waits(False)
-    return StepCounts(counts["launches"] / STEPS, counts["host_waits"] / STEPS, before_update / STEPS, lines)
+    device.set_order("eager")
+    device.reset_counts()
+    for _ in range(STEPS):
+        step()
+    eager_waits = device.counts()["host_waits"]
+    device.set_order("late")
+    return StepCounts(
+        counts["launches"] / STEPS,
+        counts["host_waits"] / STEPS,
+        before_update / STEPS,
+        counts["idle_waits"] / STEPS,
+        eager_waits / STEPS,
+        lines,
+    )

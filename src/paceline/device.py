@@ -168,6 +168,14 @@ def uploaded(numbers: Sequence[float], dtype: torch.dtype, device: torch.device)
     return staged.to(device, non_blocking=True)
 
 
+def upload(numbers: Sequence[float], target: Tensor) -> None:
+    """Copy numbers into a tensor on a device without making the host wait."""
+    import torch
+
+    staged = torch.tensor(numbers, dtype=target.dtype, pin_memory=has_pinned_memory(target.device))
+    target.copy_(staged, non_blocking=True)
+
+
 class Download:
     """Copy of numbers from an accelerator that does not block the host.
 

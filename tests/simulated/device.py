@@ -81,8 +81,8 @@ def forget_waits(forget: bool) -> None:
 def counts() -> dict[str, int]:
     """Counters of this process since its begin or `reset_counts`.
 
-    `launches` (kernels and copies), `host_waits` (all), `synchronizing_operators` (those that wait for values),
-    `copies_to_device`, `copies_to_host`.
+    `launches` (kernels and copies), `host_waits` (all), `idle_waits` (those that leave the device without a kernel to
+    run), `synchronizing_operators` (those that wait for values), `copies_to_device`, `copies_to_host`.
     """
     return dict(_C.counts())
 

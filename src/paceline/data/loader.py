@@ -12,6 +12,7 @@ import warnings
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, replace
 from multiprocessing.util import Finalize
 from typing import Any, NamedTuple
 
@@ -29,7 +30,7 @@ from paceline.data.sending import Sending
 from paceline.data.stream import SamplerStream
 from paceline.data.whole import BatchShard, Flow
 from paceline.errors import DataError, LoaderProcessError, PlanError, StorageError
-from paceline.job.batch import on_device
+from paceline.job.batch import on_device, pinned
 from paceline.job.partition import Partition, Place
 from paceline.job.samples import digest_of, files_of, in_users_data
 from paceline.own_random import kept_random
@@ -477,7 +478,7 @@ class Loader:
                 self._samples,
                 batch_sampler=self._steps,
                 # `RequestedSamples` has already collated; torch can only pin batches that `Sending` has not packed
-                collate_fn=self._sending if workers.count and not self.pin_memory else _unchanged,
+                collate_fn=Unpinned if self.pin_memory else self._sending if workers.count else _unchanged,
                 num_workers=workers.count,
                 prefetch_factor=workers.prefetch_factor,
                 persistent_workers=workers.count > 0,
@@ -575,7 +576,7 @@ class Loader:
 
     def _read(self, batches: Any) -> Any:
         if not self.num_workers:
-            return next(batches)
+            return _unwrapped(next(batches))
         if any(worker.exitcode is not None for worker in batches._workers):
             raise self._failed_processes(None)
         _set_worker_pids(id(batches), tuple(worker.pid for worker in batches._workers))
@@ -585,7 +586,7 @@ class Loader:
             raise self._failed_processes(error) from error
         finally:
             _remove_worker_pids(id(batches))
-        return self._sending.received(batch)
+        return self._sending.received(_unwrapped(batch))
 
     def _receive(self, batch: Any, epoch: int, step: int) -> tuple[Any] | None:
         if isinstance(batch, Exception):
@@ -737,3 +738,20 @@ def _bytes_of(batch: Any) -> int:
 
 def _unchanged(batch: Any) -> Any:
     return batch
+
+
+@dataclass
+class Unpinned:
+    """A batch that torch's `DataLoader` is to pin; it calls `pin_memory` in its thread if there is an accelerator."""
+
+    batch: Any
+
+    def pin_memory(self) -> Any:
+        """Return the batch in pinned memory."""
+        if isinstance(self.batch, (CountedBatch, BatchShard)):
+            return replace(self.batch, batch=pinned(self.batch.batch))
+        return self.batch if isinstance(self.batch, (Exception, LoaderFailure)) else pinned(self.batch)
+
+
+def _unwrapped(batch: Any) -> Any:
+    return batch.batch if isinstance(batch, Unpinned) else batch

@@ -33,6 +33,7 @@ def made_ready(engine: RankEngine, model: nn.Module, plan: Plan) -> nn.Module:
         engine.rows = keep_rows(engine, model, plan)
         model = prepared(model, settings.batch_norm, engine.precision, engine.group, engine.rows)
         model.to(engine.device)
+    _move_state(engine.optimizer)
     refuse_sparse_adam(engine, plan)
     for outside in engine.extra.values():
         wide = torch.float64 if engine.precision == "fp64" and outside.is_floating_point() else None
@@ -46,6 +47,15 @@ def made_ready(engine: RankEngine, model: nn.Module, plan: Plan) -> nn.Module:
         if plan.microbatches > 1:
             raise PlanError.of_problems([whole_batch_in_parts("the loss", plan.microbatches).about(plan)])
     return model
+
+
+def _move_state(optimizer: torch.optim.Optimizer) -> None:
+    """Move state that the optimizer made before its parameters moved, such as Adagrad's, to their device."""
+    for parameter, state in optimizer.state.items():
+        if any(isinstance(kept, Tensor) and kept.dim() and kept.device != parameter.device for kept in state.values()):
+            # knows which state belongs on the device
+            optimizer.load_state_dict(optimizer.state_dict())
+            return
 
 
 def prepared(

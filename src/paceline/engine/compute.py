@@ -222,15 +222,18 @@ class Compute(ABC):
             self.normalization.items_per_sample = float(unit.item()) or 1.0
 
     def normalized_loss(
-        self, output: Any, part: Batch, batch: Batch, position: Position, step: int
+        self, output: Any, part: Batch, batch: Batch, position: Position, step: int, counted: Batch | None = None
     ) -> tuple[Tensor, float | Tensor]:
         """Return the mean loss of a microbatch and its share of the global batch.
+
+        Args:
+            counted: the microbatch on the host, if its items are counted there.
 
         Raises:
             DataError: the loss cannot compare the target with the output; the message names the sample.
         """
         try:
-            return self._loss(output, part, position, step)
+            return self._loss(output, part, position, step, part if counted is None else counted)
         except DataError:
             # raises an error with a better message if the target is the cause
             self.check_target(output, batch, self.here(step), self.loader.indices, self.step_loss)
@@ -274,7 +277,9 @@ class Compute(ABC):
         """Return True if each microbatch is a whole global batch, so no weights are needed."""
         return self.data_group.size == self.plan.microbatches == self.plan.cp == 1
 
-    def _loss(self, output: Any, part: Batch, position: Position, step: int) -> tuple[Tensor, float | Tensor]:
+    def _loss(
+        self, output: Any, part: Batch, position: Position, step: int, counted: Batch
+    ) -> tuple[Tensor, float | Tensor]:
         target = self.normalization.target(part)
         if getattr(self.loss, "whole_batch", False):
             counts = self.loader.partition.shares(position.step, position.epoch)
@@ -284,9 +289,9 @@ class Compute(ABC):
             return self.normalization.of_microbatch(self.step_loss, outputs, targets), 1.0 / self.data_group.size
         loss = self.normalization.of_microbatch(self.step_loss, output, target)
         if self.is_whole_batch:
-            return self.normalization.without_empty(loss, output, part), 1.0
+            return self.normalization.without_empty(loss, output, counted), 1.0
         self.normalization.look(output, target, step, position)
-        return self.normalization.normalized(loss, output, part, position)
+        return self.normalization.normalized(loss, output, counted, position)
 
 
 class ExpertBalance:
@@ -358,6 +363,8 @@ class WholeModel(Compute):
 
     def __init__(self, model: nn.Module, loss: Loss, loader: Loader, plan: Plan, group: Group, precision: str) -> None:
         super().__init__(model, loss, loader, plan, group, group, precision, None)
+        # the labels are on the host before they are on the device, and a count there costs no kernels
+        self.counts_on_host = is_accelerator(self.device) and self.normalization.is_count
         self.chunked(head_in(model, loader, loss, plan, precision), model)
         if precision == "fp8":
             from paceline.split import float8  # imports torchao
@@ -379,6 +386,7 @@ class WholeModel(Compute):
         if (chunks := self.chunks) is not None:
             chunks.check(target_of(batch), self.here(step), self.loader.indices)
         against = self.against_reference(parts)
+        counted = list(self.microbatches(batch)) if self.counts_on_host else parts
         for i, part in enumerate(parts):
             self.replica.backward.last = i == len(parts) - 1
             self.experts.weigh(part, position)
@@ -387,7 +395,7 @@ class WholeModel(Compute):
                     output = self.call(part)
                 if i == 0 and chunks is None and is_accelerator(self.device):
                     self.check_target(output, batch, self.here(step), self.loader.indices)
-                loss, items = self.normalized_loss(output, part, batch, position, step)
+                loss, items = self.normalized_loss(output, part, batch, position, step, counted[i])
             scaled = loss if isinstance(items, float) and items == 1.0 else loss * items
             (scaled if self.loss_scale is None else self.loss_scale.scale(scaled)).backward()
             local.add(scaled.detach(), items)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -109,6 +109,35 @@ class StepResult:
     def is_spike(self) -> bool:
         """Return True if the update was skipped because of a spike in the loss."""
         return self.problem is not None and math.isfinite(self.loss) and math.isfinite(self.grad_norm)
+
+
+class LateResult(StepResult):
+    """Result of a step whose numbers may still be on an accelerator.
+
+    The first access to a number waits for the device, like `loss.item()`.
+
+    Args:
+        numbers: function that waits for the numbers and returns them.
+    """
+
+    __slots__ = ("_numbers",)
+
+    def __init__(self, step: int, samples: int, numbers: Callable[[], StepResult]) -> None:
+        self.step, self.samples = step, samples
+        self._numbers: Callable[[], StepResult] | None = numbers
+
+    def __getattr__(self, name: str) -> Any:
+        # Python calls this only for slots without a value, and for unknown names
+        if name not in _NUMBERS:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
+        assert self._numbers is not None, "the numbers were read before"
+        numbers, self._numbers = self._numbers(), None
+        for number in _NUMBERS:
+            setattr(self, number, getattr(numbers, number))
+        return getattr(self, name)
+
+
+_NUMBERS = {field.name for field in fields(StepResult)} - {"step", "samples"}
 
 
 class RankEngine:
@@ -256,10 +285,24 @@ class RankEngine:
         if isinstance(begun, StepResult):
             return begun
         self.on_phase("sync", begun.step)
+        result = self.numbers(begun)
+        self.check_late(begun, result)
+        return result
+
+    def numbers(self, begun: UnreadStep) -> StepResult:
+        """Wait for the numbers of a queued step, and return them unchecked."""
         reduced, norm = begun.read()
-        self.guard.check(self.group, begun.batch, begun.samples, step=begun.step, loss=reduced.loss, norm=norm)
         timing = self.meter.ended(begun.step, reduced.slowest_busy_s, begun.own_busy_s)
         return StepResult(begun.step, reduced.loss, begun.total, norm, None, reduced.votes, timing)
+
+    def check_late(self, begun: UnreadStep, result: StepResult) -> None:
+        """Check the numbers of a step whose update is already queued; all ranks must call this.
+
+        Raises:
+            NonFiniteError: the loss or gradient has NaN or Inf.
+        """
+        loss, norm = result.loss, result.grad_norm
+        self.guard.check(self.group, begun.batch, begun.samples, step=begun.step, loss=loss, norm=norm)
 
     def examines(self, step: int) -> bool:
         """Return True if a step compares replicas, or verifies a user's loss or model.

@@ -82,6 +82,13 @@ class LossNormalization:
         return self._count is not None
 
     @property
+    def is_count(self) -> bool:
+        """Return True if the items are the labels that a known loss does not ignore, without weights."""
+        known = declares_mean(self.loss) or is_known(self.loss)
+        keywords = getattr(self.loss, "keywords", {})
+        return self.counts and known and getattr(self.loss, "weight", keywords.get("weight")) is None
+
+    @property
     def by_samples(self) -> bool:
         """Return True if items are samples, so the ranks' shares sum to 1."""
         return self._count is None and not isinstance(self.loss, ModelsOwn)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from paceline.comm import Group
-from paceline.device import Download, is_accelerator, on_accelerator, uploaded, widest_float
+from paceline.device import Download, is_accelerator, on_accelerator, upload, widest_float
 from paceline.engine.compute import LocalLoss
 from paceline.engine.guard import LossScale
 from paceline.engine.meter import COMM, Meter
@@ -88,14 +88,17 @@ class StepSignals:
         staged[FIRST_BUSY + self.group.rank] = busy_s
         if self._pipelined:
             staged[FIRST_BUSY + self.group.size + self.group.rank] = meter.waited_s
+        if not isinstance(local.items, Tensor):
+            staged[ITEMS] = local.items
         if not on_accelerator(self.tensor):
             staged[LOSS], staged[ITEMS] = float(local.total), float(local.items)
             # the caches are cold here: one more call of torch costs tens of microseconds
             self.tensor.numpy()[:] = staged
         else:
-            self.tensor.copy_(uploaded(staged, self.tensor.dtype, self.tensor.device))
+            upload(staged, self.tensor)
             self.tensor[LOSS] = local.total
-            self.tensor[ITEMS] = local.items
+            if isinstance(local.items, Tensor):
+                self.tensor[ITEMS] = local.items
         return busy_s
 
     def own(self, local: LocalLoss) -> list[float | Tensor]:
@@ -350,7 +353,8 @@ class UnreadStep:
     """A queued step whose signals and gradient norms are still on an accelerator.
 
     Args:
-        parts: the signals followed by the gradient norms; floats are values that the host already knows.
+        signals: reads the signals of a step that the engine computes; None if the loop computes the loss itself.
+        parts: the signals, or the mean loss, followed by the gradient norms; floats are values that the host knows.
         norms: number of gradient norms at the end of `parts`; the norms are computed before gradients are rescaled.
         own_busy_s: this rank's busy seconds, as written to the signals.
 
@@ -366,7 +370,9 @@ class UnreadStep:
     batch: Batch | None
     samples: list[int]
 
-    def __init__(self, signals: StepSignals, parts: Sequence[float | Tensor], norms: int, own_busy_s: float) -> None:
+    def __init__(
+        self, signals: StepSignals | None, parts: Sequence[float | Tensor], norms: int, own_busy_s: float = 0.0
+    ) -> None:
         self.signals, self.own_busy_s = signals, own_busy_s
         self._parts, self._norms = parts, norms
         self.tensor = torch.cat([part.reshape(-1) for part in parts if isinstance(part, Tensor)])
@@ -386,7 +392,7 @@ class UnreadStep:
         assert self._download is not None, "nothing was sent"
         found = in_order(self._parts, self._download.numbers())
         sums, norms = found[: len(found) - self._norms], found[len(found) - self._norms :]
-        reduced = self.signals.read(sums)
+        reduced = Reduced(sums[0], 1.0, {}, 0.0) if self.signals is None else self.signals.read(sums)
         return reduced, math.hypot(*norms) * reduced.rescale
 
 
@@ -419,18 +425,39 @@ class ReductionAhead(GradientReduction):
             sums, norms = self.signals.own(local) if alone else [summed[:-1]], [summed[-1:].sqrt()]
         unread = UnreadStep(self.signals, [*sums, *norms], len(norms), own_busy_s)
         items = local.items if alone else 1.0 if by_samples else unread.tensor[ITEMS]
-        factor = self.signals.factor(items)
-        if clip_norm is not None and norms:
-            norm = unread.norm() * factor
-            factor = factor * torch.where(norm > clip_norm, clip_norm / (norm + 1e-6), 1.0)
+        self._scale_and_clip(unread, self.signals.factor(items), clip_norm)
+        if clip_value is not None:
+            clip_elements(self.gradients, clip_value)
+        if not alone:
+            self.meter.mark(COMM)
+        return unread
+
+    def queue_own(self, loss: Tensor, *, clip_norm: float | None) -> UnreadStep:
+        """Clip gradients that are already those of the mean loss, without waiting for the device.
+
+        Args:
+            loss: mean loss over all ranks, which the loop has computed.
+            clip_norm: largest L2 norm of the whole gradient; None for no limit.
+        """
+        norms = self._norms()
+        if self.split is not None:
+            square = self.split.gradient_square()
+            self.world.all_reduce(square)
+            norms = [square.sqrt()]
+        unread = UnreadStep(None, [loss, *norms], len(norms))
+        self._scale_and_clip(unread, 1.0, clip_norm)
+        return unread
+
+    def _scale_and_clip(self, unread: UnreadStep, factor: float | Tensor, clip_norm: float | None) -> None:
+        """Multiply the gradients by `factor`, and clip them to the norm `clip_norm`, in one pass."""
+        if clip_norm is not None and self.gradients:
+            is_mean = not isinstance(factor, Tensor) and factor == 1.0
+            norm = unread.norm() if is_mean else unread.norm() * factor
+            clip = torch.where(norm > clip_norm, clip_norm / (norm + 1e-6), 1.0)
+            factor = clip if is_mean else factor * clip
         if not isinstance(factor, Tensor):
             self.scale(factor)
         elif self.gradients:
             # a factor in the gradient's own low precision would be inexact by up to 1%
             wide = torch.promote_types(self.gradients[0].dtype, torch.float32)
             torch._foreach_mul_(self.gradients, factor.to(wide))
-        if clip_value is not None:
-            clip_elements(self.gradients, clip_value)
-        if not alone:
-            self.meter.mark(COMM)
-        return unread

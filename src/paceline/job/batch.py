@@ -78,6 +78,7 @@ def place(batch: Batch, device: torch.device, *, dtype: torch.dtype | None, chan
     """
     if device.type == "cpu" and dtype is None and not channels_last:
         return batch
+    batch = _copied_together(batch, device) or batch
 
     def move(t: Tensor) -> Tensor:
         layout = torch.channels_last if channels_last and t.dim() == 4 else torch.preserve_format
@@ -92,6 +93,8 @@ def on_device(batch: Any, device: torch.device) -> Any:
     """Move all tensors of a batch, however nested, to `device`."""
     if device.type == "cpu" or batch is None:
         return batch
+    if (copied := _copied_together(batch, device)) is not None:
+        return copied
     if isinstance(batch, Tensor):
         return batch.to(device, non_blocking=True)
     if callable(move := getattr(batch, "to", None)):  # for example a BatchEncoding of Hugging Face, or a PackedSequence
@@ -102,6 +105,62 @@ def on_device(batch: Any, device: torch.device) -> Any:
         values = [on_device(value, device) for value in batch]
         return type(batch)(*values) if hasattr(batch, "_fields") else type(batch)(values)
     return batch
+
+
+def pinned(batch: Any) -> Any:
+    """Copy the tensors of a batch into one block of pinned memory.
+
+    `place` and `on_device` then copy the whole batch to the device at once. A batch of another form than a tuple, list
+    or dict of tensors is pinned tensor by tensor.
+    """
+    tensors = _plain_tensors(batch)
+    if tensors is None:
+        from torch.utils.data._utils.pin_memory import pin_memory  # only with accelerators
+
+        return pin_memory(batch)
+    block = torch.empty(_block_bytes(tensors), dtype=torch.uint8, pin_memory=True)
+    copies, start = [], 0
+    for tensor in tensors:
+        copies.append(block[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor))
+        start += _aligned(tensor.nbytes)
+    return dict(zip(batch, copies, strict=True)) if type(batch) is dict else type(batch)(copies)
+
+
+def _copied_together(batch: Any, device: torch.device) -> Any:
+    """Copy a batch that `pinned` has made to the device at once; return None for any other batch."""
+    tensors = None if device.type == "cpu" else _plain_tensors(batch)
+    if tensors is None:
+        return None
+    storage = tensors[0].untyped_storage()
+    if storage.nbytes() != _block_bytes(tensors) or any(t.untyped_storage()._cdata != storage._cdata for t in tensors):
+        return None
+    block = torch.empty(0, dtype=torch.uint8).set_(storage).to(device, non_blocking=True).untyped_storage()
+    # `set_` and not views: a change in place of one tensor must not count as a change of the others
+    copies = [
+        torch.empty(0, dtype=t.dtype, device=device).set_(block, t.storage_offset(), t.shape, t.stride())
+        for t in tensors
+    ]
+    return dict(zip(batch, copies, strict=True)) if type(batch) is dict else type(batch)(copies)
+
+
+def _plain_tensors(batch: Any) -> list[Tensor] | None:
+    """Return the tensors of a tuple, list or dict of several dense tensors on the host; None for any other batch."""
+    if type(batch) not in (tuple, list, dict) or len(batch) < 2:
+        return None
+    tensors = list(_tensors(batch))
+    plain = all(type(t) is Tensor and t.device.type == "cpu" and t.layout == torch.strided for t in tensors)
+    return tensors if plain and all(t.is_contiguous() and not t.requires_grad for t in tensors) else None
+
+
+def _block_bytes(tensors: Iterable[Tensor]) -> int:
+    return sum(_aligned(tensor.nbytes) for tensor in tensors)
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // _ALIGNED_BYTES) * _ALIGNED_BYTES
+
+
+_ALIGNED_BYTES = 512  # as memory that torch allocates on a GPU
 
 
 def nonfinite_rows(batch: Batch | None) -> list[int]:

@@ -233,7 +233,7 @@ class OptimizerSpec(Spec):
         """Return True if torch has a fused step and `args` select no other implementation."""
         if self.state is not None:
             return False
-        return self.name.lower() in ("sgd", "adam", "adamw") and not {"fused", "foreach"} & self.args.keys()
+        return self.name.lower() in FUSED and not {"fused", "foreach"} & self.args.keys()
 
     @property
     def state_tensors(self) -> float:
@@ -385,6 +385,7 @@ class OptimizerSpec(Spec):
         return {option: getattr(self, option) for option in own} | low | _as_arguments(self.args)
 
 
+FUSED = ("sgd", "adam", "adamw", "adagrad")  # of torch.optim: those with a fused step
 BASE_LR = "base_lr"  # the group's learning rate before a schedule changes it
 
 

@@ -13,7 +13,7 @@ from torch import nn
 from paceline.comm import Group
 from paceline.data.loader import Loader
 from paceline.data.parts import PartsFlow, PartsReader
-from paceline.device import DEVICE_VARIABLE, has_pinned_memory
+from paceline.device import DEVICE_VARIABLE, has_pinned_memory, is_accelerator
 from paceline.engine.engine import RankEngine
 from paceline.engine.guard import Settings
 from paceline.errors import ClusterError, DataError
@@ -128,6 +128,7 @@ def _engine(
     about = [] if source is None else initialised(source, undivided)
     names = names_of(undivided)
     equal = not sync_info(plan.sync).local_steps  # replicas take the same steps
+    fused = plan.fused or is_accelerator(mesh.world.device)
     if plan.splits:
         from paceline.engine.split_model import divide
 
@@ -137,7 +138,7 @@ def _engine(
             quantizing = QuantizingSource(source, split.quantized)
             load_weights({**split.parameters, **split.named_buffers()}, split.parts, quantizing)
         refuse_cut_moments(job.optimizer, split.parts, split.parameters, plan)
-        optimizer = job.optimizer.build(split.parameters, names=names, fused=plan.fused)
+        optimizer = job.optimizer.build(split.parameters, names=names, fused=fused)
         share_updates(optimizer, mesh, split.parameters, split.parts, identical_replicas=equal)
         engine = RankEngine(split.model, optimizer, loss, loader, plan, mesh.world, settings, split, identical=goes_on)
         engine.about_weights = about
@@ -146,7 +147,7 @@ def _engine(
     if source is not None:
         _load_whole(model, source)
     whole = dict(model.named_parameters())
-    optimizer = optimizer or job.optimizer.build(whole, names=names, fused=plan.fused)
+    optimizer = optimizer or job.optimizer.build(whole, names=names, fused=fused)
     share_updates(optimizer, mesh, whole, None, identical_replicas=equal)
     engine = RankEngine(model, optimizer, loss, loader, plan, mesh.world, settings, identical=goes_on)
     engine.about_weights = about

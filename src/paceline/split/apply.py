@@ -294,7 +294,7 @@ class Split:
         square = torch.zeros(1, dtype=(wide := widest_float(self.mesh.world.device)), device=self.mesh.world.device)
         present = {name: p.grad for name, p in self.parameters.items() if p.grad is not None}
         if present:
-            norms = torch.stack([n.to(wide) for n in torch._foreach_norm(list(present.values()))])
+            norms = torch.stack(torch._foreach_norm(list(present.values()))).to(wide)
             holders = uploaded([self._holders(self.parts[name]) for name in present], wide, norms.device)
             square[0] = (norms.square() / holders).sum() / self.plan.dp
         return square

@@ -108,7 +108,7 @@ def test_a_plan_that_fits_has_no_reason_against_it(plan: str, work: Job, cluster
         ("dp=1", {"partition": {"weights": [1, 1]}}, "other_number_of_weights", {"works": "dp=2, or 1 weight"}),
         ("dp=2", {"partition": {"weights": [1, 1, 1]}}, "other_number_of_weights", {"works": "2 weights"}),
         ("microbatches=2", {"loss": "contrastive"}, "whole_batch_in_parts", {}),
-        ("fused=on", {"optimizer": "lamb"}, "no_fused_step", {"choices": ["sgd", "adam", "adamw"]}),
+        ("fused=on", {"optimizer": "lamb"}, "no_fused_step", {"choices": ["sgd", "adam", "adamw", "adagrad"]}),
         ("fused=on", {"optimizer": "lars"}, "no_fused_step", {"optimizer": "lars"}),
         ("memory_format=channels_last", {"model": "gpt"}, "no_images", {}),
     ],

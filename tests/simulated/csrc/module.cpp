@@ -76,6 +76,7 @@ std::map<std::string, uint64_t> counts() {
   const Counts& counts = world().counts;
   return {{"launches", counts.launches},
           {"host_waits", counts.host_waits},
+          {"idle_waits", counts.idle_waits},
           {"synchronizing_operators", counts.synchronizing_operators},
           {"copies_to_device", counts.copies_to_device},
           {"copies_to_host", counts.copies_to_host}};

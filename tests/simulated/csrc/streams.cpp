@@ -100,6 +100,14 @@ void run_some(Lock& lock, DeviceIndex device) {
   }
 }
 
+// Counts a wait of the host that leaves the device without a kernel to run.
+void note_idle(DeviceIndex device) {
+  for (auto& [stream, queue] : world().device[device].queues) {
+    if (queue.done < queue.last_launch) return;
+  }
+  world().counts.idle_waits++;
+}
+
 void note_wait(const std::string& kind) {
   std::function<void(const std::string&)> call;
   {
@@ -191,6 +199,8 @@ void launch(Place place, std::function<void()> kernel) {
     announce();
     refuse_if_lost(lock, place.device);
   }
+  Queue& queue = queue_of(place);
+  queue.last_launch = queue.issued + 1;
   enqueue(lock, place, {std::move(kernel)});
 }
 
@@ -226,6 +236,7 @@ void wait_on_host(const std::string& kind, Place place, uint64_t seq) {
   Lock lock = enter(place.device);
   if (world().order == Order::random) run_some(lock, place.device);
   run_until(lock, place, std::min(seq, queue_of(place).issued));
+  note_idle(place.device);
   raise_pending_error(lock, place.device);
 }
 
@@ -233,6 +244,7 @@ void wait_for_device(DeviceIndex device) {
   note_wait("synchronize of a device");
   Lock lock = enter(device);
   run_device(lock, device);
+  note_idle(device);
   raise_pending_error(lock, device);
 }
 }  // namespace sim

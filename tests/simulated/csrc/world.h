@@ -64,7 +64,7 @@ struct Task {
 };
 struct Queue {
   std::deque<Task> tasks;
-  uint64_t issued = 0, done = 0;
+  uint64_t issued = 0, done = 0, last_launch = 0;
   bool running = false;
 };
 struct Block {
@@ -86,7 +86,7 @@ struct DeviceState {
   uint64_t launches = 0, dies_at = 0;
 };
 struct Counts {
-  uint64_t launches = 0, host_waits = 0, synchronizing_operators = 0;
+  uint64_t launches = 0, host_waits = 0, idle_waits = 0, synchronizing_operators = 0;
   uint64_t copies_to_device = 0, copies_to_host = 0;
   std::map<std::string, uint64_t> waits_by_kind;
 };

@@ -11,6 +11,7 @@ from importlib.util import find_spec
 from paceline.cluster.cluster import Cluster
 from paceline.errors import PlanProblem
 from paceline.job.job import Job
+from paceline.job.optimizer import FUSED
 from paceline.planning.check import split_rules
 from paceline.planning.check.optimizers import check_optimizer
 from paceline.planning.check.plan_context import Check, PlanContext, registering
@@ -214,7 +215,7 @@ def _no_fused_step(context: PlanContext) -> PlanProblem | None:
         "plan.no_fused_step",
         "plan {plan} needs a fused step of {optimizer}, but torch has fused steps only for {choices}. Use fused=off.",
         optimizer=optimizer.name,
-        choices=["sgd", "adam", "adamw"],
+        choices=list(FUSED),
     )
 
 

@@ -7,8 +7,10 @@ as in one process.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, overload
 from weakref import WeakSet
@@ -21,10 +23,10 @@ from torch.utils.data import DataLoader
 from paceline.comm import Group
 from paceline.comm.gather import gather
 from paceline.data.loader import Loader, Position
-from paceline.engine.engine import RankEngine, StepResult
+from paceline.engine.engine import LateResult, RankEngine, StepResult
 from paceline.engine.guard import Settings, explain, stop
 from paceline.engine.loss_normalization import NoGradient
-from paceline.engine.reduction import clip_elements
+from paceline.engine.reduction import ReductionAhead, UnreadStep, clip_elements
 from paceline.errors import JobError
 from paceline.job.batch import Batch
 from paceline.job.loss import Loss, Metric
@@ -106,6 +108,8 @@ class Engine(RankEngine):
         self.shares = LossShares(self.loaders, self.data_group, self.device)
         self._casting = False
         self._newest_loss = torch.zeros((), dtype=torch.float64)
+        # the newest step, if its numbers may still be on the accelerator
+        self._unread: tuple[UnreadStep, StepResult] | None = None
         self._not_stepped_since: Position | None = None  # position of the first batch whose gradient no step has used
         self.guard.remember()
         self.compute.normalization.warns = self.is_main
@@ -188,7 +192,8 @@ class Engine(RankEngine):
             scale = 1.0 if self.compute.loss_scale is None else self.compute.loss_scale.value
             # a rank without items takes part in the backward pass and adds nothing
             empty = None if (share if items is None else items) else NoGradient(loss)
-            scaled = empty.loss if empty is not None else loss * share * scale
+            own = loss if not isinstance(share, Tensor) and share == 1.0 else loss * share
+            scaled = empty.loss if empty is not None else own if scale == 1.0 else own * scale
             torch.autograd.backward(scaled, retain_graph=retain_graph, inputs=parameters)
             if empty is not None:
                 empty.release()
@@ -209,11 +214,11 @@ class Engine(RankEngine):
             clip_value: maximum absolute value of each gradient element; applied before `clip_norm`.
 
         Returns:
-            The result of the step, the same on every rank.
+            The result of the step, the same on every rank. On accelerators, its numbers are read when first used.
 
         Raises:
             NonFiniteError: a gradient or the loss is not finite, and the policy is `stop`, or 20 updates in a row were
-                skipped. Nothing was updated.
+                skipped. Nothing was updated. On accelerators, the policy `stop` raises this error one step later.
             JobError: none of these optimizers has gradients to apply.
         """
         stepped = self.steps.numbers(optimizers)
@@ -233,11 +238,24 @@ class Engine(RankEngine):
             self.compute.loss_scale.unscale(gradients)
         if clip_value is not None:
             clip_elements(gradients, clip_value)
-        norm = self.reduction.norm()
-        loss, step = float(self._newest_loss), self.step_count + 1
-        problem = self.guard.check(self.reduction.deciders, None, [], step=step, loss=loss, norm=norm)
-        if problem is None:
-            self._clip(norm, clip_norm)
+        step, position = self.step_count + 1, self.loader.position
+        samples = 0 if position is None else position.total
+        result: StepResult | UnreadStep
+        if isinstance(self.reduction, ReductionAhead):
+            self._check_before(step)
+            result = self.reduction.queue_own(
+                self._newest_loss, clip_norm=self.settings.clip_norm if clip_norm is None else clip_norm
+            )
+            result.step, result.total, result.batch, result.samples = step, samples, None, []
+            updated = True
+        else:
+            norm, loss = self.reduction.norm(), float(self._newest_loss)
+            problem = self.guard.check(self.reduction.deciders, None, [], step=step, loss=loss, norm=norm)
+            result = StepResult(step, loss, samples, norm, problem, {}, None)
+            updated = problem is None
+            if updated:
+                self._clip(norm, clip_norm)
+        if updated:
             self._prepare_update(step)
             with self.steps.by_the_engine():
                 for number in sorted(stepped):
@@ -248,13 +266,11 @@ class Engine(RankEngine):
         for parameter in self.steps.parameters_of(stepped):
             parameter.grad = None
         self.steps.stepped(stepped)
-        self._end_own_step(len(stepped), updated=problem is None)
+        self._end_own_step(len(stepped), updated=updated)
         self.guard.remember()
-        position = self.loader.position
-        result = StepResult(step, loss, 0 if position is None else position.total, norm, problem, {}, None)
-        for callback in self.on_step:
-            callback(result)
-        return result
+        if isinstance(result, UnreadStep):
+            result.send()
+        return self._told(result)
 
     def step(self, batch: Batch | None) -> StepResult:
         """Run forward pass, backward pass and update, then `on_step`; every rank calls it.
@@ -262,9 +278,12 @@ class Engine(RankEngine):
         Args:
             batch: this rank's batch from `engine.loader`; None if this rank's share is empty.
 
+        Returns:
+            The result of the step. On accelerators, its numbers are read when first used.
+
         Raises:
             NonFiniteError: the loss or a gradient is not finite, and the policy is `stop`, or 20 updates in a row were
-                skipped. Nothing was updated.
+                skipped. Nothing was updated. On accelerators, the policy `stop` raises this error one step later.
             JobError: `setup` was not given a loss.
         """
         if not self.has_loss:
@@ -274,11 +293,40 @@ class Engine(RankEngine):
                 "engine.backward and engine.update",
             )
         self.steps.check_no_closure(self.steps.numbers(()))
+        self._check_before(self.step_count + 1)
         with self.steps.by_the_engine():
-            result = super().step(batch)
+            begun = self.begin(batch)
+        return self._told(begun)
+
+    def _told(self, begun: StepResult | UnreadStep) -> StepResult:
+        """Return the result of a step, and give it to `on_step`."""
+        result = self._late(begun) if isinstance(begun, UnreadStep) else begun
         for callback in self.on_step:
             callback(result)
         return result
+
+    def _late(self, begun: UnreadStep) -> StepResult:
+        """Return the result of a queued step, and check the step before.
+
+        The device computes the queued step while the host reads the numbers of the step before.
+        """
+        self._check_newest()
+        result = LateResult(begun.step, begun.total, partial(self.numbers, begun))
+        self._unread = begun, result
+        return result
+
+    def _check_newest(self) -> None:
+        """Check the numbers of the newest step, if they are not checked yet; every rank calls it."""
+        unread, self._unread = self._unread, None
+        if unread is not None:
+            self.on_phase("sync", self.step_count)
+            self.check_late(*unread)
+            self.on_phase("data", self.step_count + 1)
+
+    def _check_before(self, step: int) -> None:
+        """Check the newest step before a step that compares replicas or verifies the loss."""
+        if self._unread is not None and self.examines(step):
+            self._check_newest()
 
     # Other parts of a loop
 
@@ -374,6 +422,7 @@ class Engine(RankEngine):
         Returns:
             The results by name, the same on every rank.
         """
+        self._check_newest()
         if isinstance(metrics, list):
             return super().evaluate(own_batches(data, self) if isinstance(data, DataLoader) else data, metrics)
         return mean_loss(self, data) if metrics is None else evaluate(self, data, metrics)
@@ -397,6 +446,7 @@ class Engine(RankEngine):
         Raises:
             CheckpointError: the checkpoint cannot be written.
         """
+        self._check_newest()
         return own_state.save(self, Path(folder), objects, keep)
 
     def load(self, folder: str | Path, **objects: Any) -> dict[str, Any] | None:
@@ -415,6 +465,7 @@ class Engine(RankEngine):
             CheckpointError: the checkpoint is damaged, or belongs to another model.
             DataError: the data set's number of samples, or its first, middle or last sample, has changed.
         """
+        self._check_newest()
         return own_state.load(self, Path(folder), objects)
 
     def export(self, path: str | Path) -> None:
@@ -422,6 +473,7 @@ class Engine(RankEngine):
 
         Read the file in one process with `model.load_state_dict(safetensors.torch.load_file(path))`.
         """
+        self._check_newest()
         own_state.export(self, Path(path))
 
     def clear(self) -> None:
@@ -434,9 +486,11 @@ class Engine(RankEngine):
     def close(self) -> None:
         """Remove paceline's hooks from the model and the optimizers."""
         _OPEN.discard(self)
-        self.steps.close()
-        self.refusals.close()
-        super().close()
+        with ExitStack() as held:
+            held.callback(super().close)
+            held.callback(self.refusals.close)
+            held.callback(self.steps.close)
+            self._check_newest()
 
     def _agree(self) -> None:
         if self.group.size == 1:
@@ -465,7 +519,14 @@ class Engine(RankEngine):
     # Steps that the loop takes with `optimizer.step()`
 
     def _before_own_step(self) -> None:
-        if not math.isfinite(loss := float(self._newest_loss)):
+        if self.runs_ahead:
+            step = self.step_count + 1
+            self._check_before(step)
+            sent = UnreadStep(None, [self._newest_loss], norms=0)
+            sent.step, sent.total, sent.batch, sent.samples = step, 0, None, []
+            sent.send()
+            self._late(sent)
+        elif not math.isfinite(loss := float(self._newest_loss)):
             raise stop(explain(self.group, None, [], step=self.step_count + 1, loss=loss, norm=0.0))
         self._prepare_update(self.step_count + 1)
 
@@ -497,6 +558,12 @@ class Engine(RankEngine):
         refuses = self.group.size > 1 and not self.local_steps and not getattr(self.rule, "hooks", None)
         divided = self._parameters if self.split is None else self.split.divided.values()
         self.refusals.refuse_backward(divided if refuses else (), self.replica)
+
+
+def check_open() -> None:
+    """Check the newest steps of the open engines, at the end of a script without an error."""
+    for engine in list(_OPEN) if getattr(sys, "last_value", None) is None else ():
+        engine._check_newest()
 
 
 def refuse_model_of_another_engine(model: nn.Module, group: Group) -> None:

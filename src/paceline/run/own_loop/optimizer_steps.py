@@ -19,7 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from paceline.comm import Group
 from paceline.data.loader import Loader, Position
-from paceline.device import uploaded, widest_float
+from paceline.device import on_accelerator, uploaded, widest_float
 from paceline.errors import CheckpointError, DataError, JobError, PlanError, SyncError
 from paceline.planning.plan import Plan
 from paceline.sync.rule import Replica, not_by_the_engine
@@ -366,10 +366,14 @@ class LossShares:
             items: number of items in the mean; None takes the number of samples in the loaders' last batch.
             local_steps: whether each replica steps with the gradient of its own mean loss.
         """
-        wide = widest_float(self.device)
+        alone = self.data_group.size == 1
+        # one rank has nothing to sum, and a conversion would be one more kernel
+        wide = widest_float(self.device) if not (alone and on_accelerator(loss)) else _at_least_float32(loss.dtype)
         own = loss.detach().to(wide).reshape(())
         if items is None:
             share = self._share()
+            if alone and share == 1.0:
+                return 1.0, own
             mean = (own * share).to(self.device) if share else torch.zeros((), dtype=wide, device=self.device)
             self.data_group.all_reduce(mean)
             return 1.0 if local_steps and share else share, mean
@@ -428,6 +432,10 @@ class LossShares:
             )
         self._seen |= {number: now for number, (now, _) in seen.items()}
         return share
+
+
+def _at_least_float32(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
 
 
 def _skipped(before: Position | None, now: Position) -> bool:

@@ -223,14 +223,21 @@ class LoopTracker:
         self._steps: SimpleQueue[tuple[int, dict[str, float]] | Status] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self._is_behind = False
+        self._newest: StepResult | None = None
         if tracker is not None:
             self._thread = threading.Thread(target=self._work, name=f"paceline-tracker-{name}", daemon=True)
             self._thread.start()
             atexit.register(self._close_at_exit)
 
     def __call__(self, result: StepResult) -> None:
-        """Log a step."""
-        if self._thread is None:
+        """Log the step before, whose numbers have left the accelerator meanwhile."""
+        if self._thread is not None:
+            self._put_newest()
+            self._newest = result
+
+    def _put_newest(self) -> None:
+        result, self._newest = self._newest, None
+        if result is None:
             return
         if self._steps.qsize() < _LONGEST_QUEUE:
             self._steps.put((result.step, scalars(result)))
@@ -244,6 +251,7 @@ class LoopTracker:
         if thread is None:
             return
         atexit.unregister(self._close_at_exit)
+        self._put_newest()
         self._steps.put(status)
         thread.join(CLOSE_S)
         if thread.is_alive():
