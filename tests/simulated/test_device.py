@@ -159,6 +159,14 @@ def the_host_waits_only_where_cuda_makes_it_wait() -> None:
     assert module.counts()["launches"] == 3, "one kernel for a list, as on a GPU"
     pageable.to(DEVICE)
     assert module.counts()["copies_to_device"] == 1
+    reached = torch.Event(DEVICE)
+    reached.record()
+    tensor.add_(1)
+    idle = module.counts()["idle_waits"]
+    reached.synchronize()
+    assert module.counts()["idle_waits"] == idle, "the device still has a kernel to run"
+    tensor.sum().item()
+    assert module.counts()["idle_waits"] == idle + 1
 
 
 def optimizer_step() -> None:

@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from torch.utils._pytree import tree_leaves
+from torch.utils.data import DataLoader, TensorDataset
 
 import paceline
+from paceline.comm.backend import join
+from paceline.errors import NonFiniteError
+from paceline.job.batch import on_device, pinned, place, split
+from paceline.planning.plan import Plan
+from paceline.run.build import build_engine
+from paceline.run.trackers import LoopTracker
 from simulated.environment import Simulated
+from small_jobs import small_job
 
 
 class Pair(NamedTuple):
@@ -79,3 +89,138 @@ def test_batches_in_a_dict_arrive_on_the_device(simulated: Simulated) -> None:
 
 def test_two_ranks_train_as_one_process(simulated: Simulated) -> None:
     assert simulated.ranks(2, of_pairs) == [pytest.approx(of_pairs(alone=True), rel=1e-5)] * 2
+
+
+class Watched(NamedTuple):
+    """What a rank saw: finite losses by `on_step`, the step that was computed when the error came, and its code."""
+
+    losses: list[float]
+    computed: int
+    code: str
+
+
+def until_an_error(way: str, bad: int) -> Watched:
+    """Train on batches of which one has NaN; the first rank alone reads the numbers of every step."""
+    torch.manual_seed(0)
+    model = nn.Linear(8, 8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    inputs = torch.randn(24, 8, generator=torch.Generator().manual_seed(5))
+    inputs[bad * 8] = math.nan
+    loader = DataLoader(TensorDataset(inputs, torch.arange(24) % 8), batch_size=8)
+    loss: Any = F.cross_entropy if way == "step" else None
+    seen: list[float] = []
+    engine = paceline.setup(
+        model, optimizer, loss=loss, loader=loader, on_step=[lambda result: engine.is_main and seen.append(result.loss)]
+    )
+    computed, code = 0, ""
+    try:
+        for batch in engine.loader:
+            computed += 1
+            if way == "step":
+                engine.step(batch)
+            else:
+                engine.backward(F.cross_entropy(model(batch[0]), batch[1]))
+                engine.update() if way == "update" else optimizer.step()
+                optimizer.zero_grad()
+        engine.close()
+    except NonFiniteError as error:
+        code = error.code
+    return Watched([value for value in seen if math.isfinite(value)], computed, code)
+
+
+@pytest.mark.parametrize("way", ["step", "update", "optimizer"])
+@pytest.mark.parametrize("bad", [1, 2])
+def test_a_loss_that_is_not_finite_ends_all_ranks_at_one_step(simulated: Simulated, way: str, bad: int) -> None:
+    first, second = (Watched(*watched) for watched in simulated.ranks(2, until_an_error, way, bad))
+    # the next step is queued before the numbers are read; after the last step, `close` reads them
+    assert (first.computed, first.code) == (second.computed, second.code) == (3, "nonfinite.stopped")
+    assert len(first.losses) == (0 if way == "optimizer" else bad)
+
+
+class Noting:
+    """A tracker that keeps what it gets."""
+
+    id = "noting"
+
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        self.steps += [step] if all(map(math.isfinite, values.values())) else []
+
+    def close(self, status: str) -> None:
+        self.steps.append(-1)
+
+
+def logged() -> list[int]:
+    """Steps that a tracker has got when it is closed before the engine, and how often the device ran dry."""
+    torch.manual_seed(0)
+    model, tracker, module = nn.Linear(8, 8), Noting(), torch.get_device_module("sim")
+    log = LoopTracker("noting", tracker)
+    loader: DataLoader[Any] = DataLoader(samples(), batch_size=1)  # type: ignore[arg-type]
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine = paceline.setup(model, sgd, loss=F.cross_entropy, loader=loader, on_step=[log])
+    idle = 0
+    for number, batch in enumerate(engine.loader):
+        if number == 17:
+            module.reset_counts()
+        engine.step(batch)
+        idle = module.counts()["idle_waits"]
+    log.close()
+    engine.close()
+    return [*tracker.steps, idle]
+
+
+def test_a_tracker_gets_every_step_and_makes_none_wait(simulated: Simulated) -> None:
+    assert simulated.ranks(1, logged) == [[*range(1, 25), -1, 0]]
+
+
+def kinds_of_steps(name: str) -> list[bool]:
+    """Whether the optimizer of a job on this rank's device is fused, and its state is there."""
+    run_job = small_job(optimizer={"name": name, "lr": 0.1})
+    data = run_job.data.build(input_shape=None, seed=0)
+    group = join()
+    engine = build_engine(run_job, Plan(dp=group.size), run_job.model.build(), data, group)
+    for _, batch in zip(range(2), engine.loader, strict=False):
+        engine.step(batch)
+    state = [kept for held in engine.optimizer.state.values() for kept in held.values() if kept.dim()]
+    engine.close()
+    return [bool(engine.optimizer.defaults.get("fused")), {kept.device.type for kept in state} == {engine.device.type}]
+
+
+@pytest.mark.parametrize(("name", "fused"), [("adamw", True), ("Adagrad", True), ("RMSprop", False)])
+def test_jobs_on_accelerators_take_the_fused_step_where_torch_has_one(
+    simulated: Simulated, name: str, fused: bool
+) -> None:
+    assert simulated.ranks(1, kinds_of_steps, name) == [[fused, True]]
+
+
+def copies_of_a_batch() -> list[int]:
+    """Copies to the device for a pinned batch, by the form of the batch; each arrives as it is."""
+    device, module = torch.device("sim", 0), torch.get_device_module("sim")
+    inputs, labels = torch.randn(3, 5), torch.arange(3)
+    batches: list[Any] = [(inputs, labels), {"x": inputs, "y": labels, "z": labels[:0]}, Pair(inputs, labels), inputs]
+    found = []
+    for batch in batches:
+        for move in (on_device, partial(place, dtype=None, channels_last=False)):
+            if batch is inputs and move is not on_device:
+                continue
+            module.reset_counts()
+            moved: Any = move(pinned(batch), device)
+            found.append(module.counts()["copies_to_device"])
+            assert module.counts()["host_waits"] == 0
+            for there, here in zip(tree_leaves(moved), tree_leaves(batch), strict=True):
+                assert (there.dtype, there.device.type) == (here.dtype, "sim")
+                assert torch.equal(there.cpu(), here)
+    first, second = on_device(pinned((inputs, inputs)), device)
+    weight = torch.ones((), device=device, requires_grad=True)
+    products = weight * second
+    first.add_(1)  # a change that autograd must not take for one of `second`
+    products.sum().backward()
+    shares = list(split(pinned((inputs, labels)), 3))
+    assert torch.equal(on_device(shares[1], device)[0].cpu(), inputs[1:2])
+    return found
+
+
+def test_a_pinned_batch_is_copied_to_the_device_at_once(simulated: Simulated) -> None:
+    assert simulated.ranks(1, copies_of_a_batch) == [[1, 1, 1, 1, 2, 2, 1]]
