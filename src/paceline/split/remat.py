@@ -69,6 +69,24 @@ def compile_blocks(blocks: Sequence[nn.Module], mode: str, device: torch.device)
     )
 
 
+def compile_calls(modules: Sequence[nn.Module], mode: str, device: torch.device) -> Undo:
+    """Compile the calls of modules that a loop makes itself; return a function that undoes this.
+
+    Like `Module.compile`, this does not change copies of the modules, such as moving averages.
+
+    Raises:
+        PlanError: as for `compile_blocks`.
+    """
+    for module in modules:
+        module._compiled_call_impl = compiled(module._call_impl, mode, device, f"a {type(module).__name__}")
+
+    def undo() -> None:
+        for module in modules:
+            module._compiled_call_impl = None
+
+    return undo
+
+
 def _rematerialised(block: nn.Module, forward: Forward, how: str) -> Forward:
     selects = how == "selective"
     written = _WrittenState(block)

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import paceline
 from paceline.comm.backend import join
+from paceline.engine.engine import StepResult
 from paceline.errors import NonFiniteError
 from paceline.job.batch import on_device, pinned, place, split
 from paceline.planning.plan import Plan
@@ -109,9 +110,12 @@ def until_an_error(way: str, bad: int) -> Watched:
     loader = DataLoader(TensorDataset(inputs, torch.arange(24) % 8), batch_size=8)
     loss: Any = F.cross_entropy if way == "step" else None
     seen: list[float] = []
-    engine = paceline.setup(
-        model, optimizer, loss=loss, loader=loader, on_step=[lambda result: engine.is_main and seen.append(result.loss)]
-    )
+
+    def look(result: StepResult) -> None:
+        if engine.is_main:
+            seen.append(result.loss)
+
+    engine = paceline.setup(model, optimizer, loss=loss, loader=loader, on_step=[look])
     computed, code = 0, ""
     try:
         for batch in engine.loader:

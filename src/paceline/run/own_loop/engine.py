@@ -44,6 +44,7 @@ from paceline.run.own_loop.optimizer_steps import (
     summed_apart,
 )
 from paceline.run.own_loop.state import Measure, evaluate, mean_loss, own_batches
+from paceline.split.remat import compile_calls
 from paceline.sync.rows import numbers_of
 
 OnStep = Callable[[StepResult], object]
@@ -106,6 +107,12 @@ class Engine(RankEngine):
             if loss is None:
                 self._serve(dealt)
         self.shares = LossShares(self.loaders, self.data_group, self.device)
+        self._compiled: Callable[[], object] = lambda: None  # undoes `compile=`
+        if loss is None and split is None and plan.compile != "off":
+            # the loop calls the models, so the calls are compiled and not the engine's own forward pass
+            several = isinstance(model, (nn.ModuleList, nn.ModuleDict))
+            self.compute.forward = model
+            self._compiled = compile_calls(list(model.children()) if several else [model], plan.compile, self.device)
         self._casting = False
         self._newest_loss = torch.zeros((), dtype=torch.float64)
         # the newest step, if its numbers may still be on the accelerator
@@ -489,6 +496,7 @@ class Engine(RankEngine):
         with ExitStack() as held:
             held.callback(super().close)
             held.callback(self.refusals.close)
+            held.callback(self._compiled)
             held.callback(self.steps.close)
             self._check_newest()
 

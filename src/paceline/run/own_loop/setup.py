@@ -325,12 +325,6 @@ def _outside(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], loss
 
 
 def _refuse_own_forward(plan: Plan, loss: Any) -> None:
-    if loss is None and plan.compile != "off":
-        raise PlanError(
-            "setup.compile",
-            "compile={compile} compiles only engine.step. In your own loop, call model.compile().",
-            compile=plan.compile,
-        )
     if loss is None and plan.microbatches > 1:
         raise PlanError(
             "setup.microbatches",
