@@ -236,6 +236,14 @@ class OptimizerSpec(Spec):
         return self.name.lower() in FUSED and not {"fused", "foreach"} & self.args.keys()
 
     @property
+    def may_fuse(self) -> bool:
+        """Return True if the fused step supports parameters whose first gradients come in different steps.
+
+        torch 2.13's fused SGD with momentum does not.
+        """
+        return self.name.lower() != "sgd" or not (self.momentum or self.args.get("momentum"))
+
+    @property
     def state_tensors(self) -> float:
         """Return the number of state tensors that the optimizer keeps for a float32 matrix.
 

@@ -181,7 +181,8 @@ def test_a_tracker_gets_every_step_and_makes_none_wait(simulated: Simulated) -> 
 
 def kinds_of_steps(name: str) -> list[bool]:
     """Whether the optimizer of a job on this rank's device is fused, and its state is there."""
-    run_job = small_job(optimizer={"name": name, "lr": 0.1})
+    momentum = {"momentum": 0.9} if name == "sgd" else {}
+    run_job = small_job(optimizer={"name": name, "lr": 0.1, **momentum})
     data = run_job.data.build(input_shape=None, seed=0)
     group = join()
     engine = build_engine(run_job, Plan(dp=group.size), run_job.model.build(), data, group)
@@ -192,7 +193,7 @@ def kinds_of_steps(name: str) -> list[bool]:
     return [bool(engine.optimizer.defaults.get("fused")), {kept.device.type for kept in state} == {engine.device.type}]
 
 
-@pytest.mark.parametrize(("name", "fused"), [("adamw", True), ("Adagrad", True), ("RMSprop", False)])
+@pytest.mark.parametrize(("name", "fused"), [("adamw", True), ("Adagrad", True), ("RMSprop", False), ("sgd", False)])
 def test_jobs_on_accelerators_take_the_fused_step_where_torch_has_one(
     simulated: Simulated, name: str, fused: bool
 ) -> None:
