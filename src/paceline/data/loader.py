@@ -742,7 +742,7 @@ def _unchanged(batch: Any) -> Any:
 
 @dataclass
 class Unpinned:
-    """A batch that torch's `DataLoader` is to pin; it calls `pin_memory` in its thread if there is an accelerator."""
+    """A batch that torch's `DataLoader` pins if there is an accelerator."""
 
     batch: Any
 

@@ -50,7 +50,7 @@ def made_ready(engine: RankEngine, model: nn.Module, plan: Plan) -> nn.Module:
 
 
 def _move_state(optimizer: torch.optim.Optimizer) -> None:
-    """Move state that the optimizer made before its parameters moved, such as Adagrad's, to their device."""
+    """Move optimizer state to the device of its parameters, such as Adagrad's first state."""
     for parameter, state in optimizer.state.items():
         if any(isinstance(kept, Tensor) and kept.dim() and kept.device != parameter.device for kept in state.values()):
             # knows which state belongs on the device

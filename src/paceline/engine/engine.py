@@ -296,7 +296,7 @@ class RankEngine:
         return StepResult(begun.step, reduced.loss, begun.total, norm, None, reduced.votes, timing)
 
     def check_late(self, begun: UnreadStep, result: StepResult) -> None:
-        """Check the numbers of a step whose update is already queued; all ranks must call this.
+        """Check the numbers of a step whose update is already queued; every rank calls it.
 
         Raises:
             NonFiniteError: the loss or gradient has NaN or Inf.

@@ -83,7 +83,7 @@ class LossNormalization:
 
     @property
     def is_count(self) -> bool:
-        """Return True if the items are the labels that a known loss does not ignore, without weights."""
+        """Return True if the items are a known loss's labels, counted without weights."""
         known = declares_mean(self.loss) or is_known(self.loss)
         keywords = getattr(self.loss, "keywords", {})
         return self.counts and known and getattr(self.loss, "weight", keywords.get("weight")) is None

@@ -127,7 +127,7 @@ def pinned(batch: Any) -> Any:
 
 
 def _copied_together(batch: Any, device: torch.device) -> Any:
-    """Copy a batch that `pinned` has made to the device at once; return None for any other batch."""
+    """Copy a batch of `pinned` to the device at once; return None for others."""
     tensors = None if device.type == "cpu" else _plain_tensors(batch)
     if tensors is None:
         return None
@@ -144,7 +144,7 @@ def _copied_together(batch: Any, device: torch.device) -> Any:
 
 
 def _plain_tensors(batch: Any) -> list[Tensor] | None:
-    """Return the tensors of a tuple, list or dict of several dense tensors on the host; None for any other batch."""
+    """Return the tensors of a batch that `pinned` packs; None for any other batch."""
     if type(batch) not in (tuple, list, dict) or len(batch) < 2:
         return None
     tensors = list(_tensors(batch))

@@ -70,7 +70,7 @@ def compile_blocks(blocks: Sequence[nn.Module], mode: str, device: torch.device)
 
 
 def compile_calls(modules: Sequence[nn.Module], mode: str, device: torch.device) -> Undo:
-    """Compile the calls of modules that a loop makes itself; return a function that undoes this.
+    """Compile a loop's own calls of modules; return a function that undoes this.
 
     Like `Module.compile`, this does not change copies of the modules, such as moving averages.
 

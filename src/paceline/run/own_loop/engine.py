@@ -323,7 +323,7 @@ class Engine(RankEngine):
         return result
 
     def _check_newest(self) -> None:
-        """Check the numbers of the newest step, if they are not checked yet; every rank calls it."""
+        """Check the newest step's numbers unless that was done; every rank calls it."""
         unread, self._unread = self._unread, None
         if unread is not None:
             self.on_phase("sync", self.step_count)
@@ -569,7 +569,7 @@ class Engine(RankEngine):
 
 
 def check_open() -> None:
-    """Check the newest steps of the open engines, at the end of a script without an error."""
+    """Check the newest steps of open engines when a script ends without an error."""
     for engine in list(_OPEN) if getattr(sys, "last_value", None) is None else ():
         engine._check_newest()
 
