@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import operator
-import random
 from collections.abc import Callable, Collection
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, cast
 
 import msgspec
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -20,6 +18,7 @@ from paceline.engine.engine import Outcome, RankEngine
 from paceline.errors import JobError
 from paceline.job.job import Job
 from paceline.job.samples import DataSets
+from paceline.own_random import restore, states
 from paceline.planning.model.recorder import has_max_norm
 from paceline.planning.plan import Plan
 from paceline.run.build import begin_engine, build_engine, built, seed_all
@@ -280,7 +279,7 @@ class StepUndo:
         self._copies: list[Tensor] = []
         self._step = _NONE
         self._versions: dict[str, int] = {}
-        self._random: tuple[Tensor, Any, Any]
+        self._random: tuple[Any, Any, Any]
 
     def remember(self, step: int) -> None:
         """Copy the state after `step`, before the next batch is read."""
@@ -295,7 +294,7 @@ class StepUndo:
                 torch._foreach_copy_(self._copies, [tensor.detach() for tensor in tensors])
         else:
             self._copied, self._copies = tensors, [tensor.detach().clone() for tensor in tensors]
-        self._random = torch.get_rng_state(), random.getstate(), np.random.get_state()
+        self._random = states()
 
     def undo(self, step: int) -> None:
         """Restore the state after `step`, if the next step was interrupted.
@@ -313,10 +312,7 @@ class StepUndo:
         with torch.no_grad():
             for tensor, copy in zip(self._copied, self._copies, strict=True):
                 tensor.copy_(copy)
-        torch_state, python_state, numpy_state = self._random
-        torch.set_rng_state(torch_state)
-        random.setstate(python_state)
-        np.random.set_state(numpy_state)
+        restore(self._random)
 
     def _changed(self) -> dict[str, Tensor]:
         return {name: p for name, p in self._parameters.items() if p._version != self._versions[name]}

@@ -1,0 +1,74 @@
+"""Random states are kept exactly, including a normal number that waits to be returned."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+import torch
+
+from paceline.own_random import SampleRandom, kept_random, restore, states
+
+DRAWS: dict[str, Callable[[], object]] = {
+    "python": random.random,
+    "python, normal": lambda: random.gauss(0, 1),
+    "numpy": np.random.rand,
+    "numpy, normal": np.random.randn,
+    "torch": lambda: torch.rand(1).item(),
+    "torch, normal": lambda: torch.randn(1).item(),
+}
+
+
+@pytest.fixture(autouse=True)
+def _kept() -> Iterator[None]:
+    with kept_random():
+        yield
+
+
+@pytest.mark.parametrize("draw", DRAWS.values(), ids=DRAWS)
+@pytest.mark.parametrize("before", [0, 1, 2, 623, 624])
+def test_the_numbers_that_follow_are_drawn_again_after_a_restore(draw: Callable[[], object], before: int) -> None:
+    for _ in range(before):
+        draw()
+    found = states()
+    drawn = [draw() for _ in range(5)]
+    restore(found)
+    assert [draw() for _ in range(5)] == drawn
+
+
+@pytest.mark.parametrize("draw", DRAWS.values(), ids=DRAWS)
+def test_a_draw_within_a_sample_is_seen_and_undone(draw: Callable[[], object]) -> None:
+    random.seed(1)
+    np.random.seed(1)
+    with SampleRandom() as sample:
+        assert not sample.drew()
+    found = states()
+    with SampleRandom() as sample:
+        draw()
+        assert sample.drew()
+    following = [draw() for _ in range(3)]
+    restore(found)
+    assert [draw() for _ in range(3)] == following
+
+
+def test_the_second_of_two_normal_numbers_of_python_is_seen() -> None:
+    random.seed(1)
+    random.gauss(0, 1)
+    with SampleRandom() as sample:
+        random.gauss(0, 1)
+        assert sample.drew()
+
+
+def test_a_second_normal_number_of_numpy_is_drawn_again() -> None:
+    np.random.seed(1)
+    np.random.randn()
+    waiting = states()
+    second = np.random.randn()
+    taken = states()  # the generator's own words are the same
+    third = np.random.randn()
+    restore(taken)
+    assert np.random.randn() == third
+    restore(waiting)
+    assert np.random.randn() == second
