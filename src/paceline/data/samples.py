@@ -71,7 +71,7 @@ class RequestedSamples(Dataset[Any]):
         self.left_out: list[Any] = []
         self.retry_s = 0.0
         self.retry: Retry | None = None
-        files = files_of(dataset)
+        self._files = files = files_of(dataset)
         self.in_memory = is_in_memory(dataset)
         self._cannot_draw = (self.in_memory if files is None else not files.draws) and not self.has_own_collate
         self.stateful = isinstance(dataset, Stateful)
@@ -82,6 +82,7 @@ class RequestedSamples(Dataset[Any]):
         """Return a reader of a copy of the dataset; the copy opens its own files."""
         reader = copy.copy(self)
         reader.dataset = apart(self.dataset)
+        reader._files = files_of(reader.dataset)
         reader.read_many = getattr(reader.dataset, "__getitems__", None) if self.read_many is not None else None
         return reader
 
@@ -109,10 +110,15 @@ class RequestedSamples(Dataset[Any]):
                 expected=expected,
             )
 
-    def __getitems__(self, request: SampleRequest) -> Any:
+    def in_this_process(self, request: SampleRequest) -> Any:
+        """Read a batch; errors are raised."""
         self.begin_epoch(request.epoch)
+        return self._read(request)
+
+    def __getitems__(self, request: SampleRequest) -> Any:
         if get_worker_info() is None:
-            return self._read(request)
+            return self.in_this_process(request)
+        self.begin_epoch(request.epoch)
         if not self._cannot_draw:
             SampleRandom.start(self.seed, request.epoch, request.step, self.replica)
         try:
@@ -124,29 +130,31 @@ class RequestedSamples(Dataset[Any]):
 
     def _read(self, request: SampleRequest) -> Any:
         batch = self.read_or_retry(request.indices, (request.epoch, request.step))
-        files = files_of(self.dataset) if request.indices else None
-        counts = {} if files is None else files.counts
+        counts = self._files.counts if self._files is not None and request.indices else {}
         return (
             CountedBatch(batch, self.left_out, counts, self.retry) if self.left_out or counts or self.retry else batch
         )
 
     def read_or_retry(self, indices: list[int], at: tuple[int, int]) -> Any:
         """Read samples as `read` does, and try again if a store cannot be reached."""
-        began, pause_s, first = time.monotonic(), _FIRST_PAUSE_S, ""
+        began = time.monotonic()
         self.retry = None
-        while True:
-            try:
-                batch = self.read(indices, at)
-                break
-            except StorageError as error:
-                if not error.may_pass or time.monotonic() - began + pause_s > self.retry_s:
-                    raise
-                first = first or str(error)
+        try:
+            return self.read(indices, at)
+        except StorageError as error:
+            failed, pause_s = error, _FIRST_PAUSE_S
+        first = str(failed)
+        while failed.may_pass and time.monotonic() - began + pause_s <= self.retry_s:
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
-        if first:
+            try:
+                batch = self.read(indices, at)
+            except StorageError as error:
+                failed = error
+                continue
             self.retry = Retry(time.monotonic() - began, first)
-        return batch
+            return batch
+        raise failed
 
     def read(self, indices: list[int], at: tuple[int, int] | None = None) -> Any:
         """Read these samples as one collated batch; return None if `indices` is empty.
@@ -372,7 +380,8 @@ def _listed(indices: Sequence[int]) -> str:
 
 def is_in_memory(dataset: Dataset[Any]) -> bool:
     """Return True if the dataset consists of tensors in memory."""
-    return type(in_users_data(dataset, [])[0]) in (TensorDataset, TensorSamples)
+    found = in_users_data(dataset, [])[0]
+    return type(found) is TensorDataset or isinstance(found, TensorSamples)
 
 
 def held_out_batches(

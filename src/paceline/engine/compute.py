@@ -78,6 +78,7 @@ class Compute(ABC):
 
     Attributes:
         model: the module on this rank; in a pipeline, this rank's stages.
+        accelerated: True if the device is an accelerator.
         forward: forward pass of the model, compiled if the plan says so.
         loss: the job's loss function.
         step_loss: loss function of a training step: `loss`, or its vocabulary-parallel form if the logits stay divided.
@@ -120,7 +121,7 @@ class Compute(ABC):
     ) -> None:
         self.model, self.loss, self.loader, self.plan = model, loss, loader, plan
         self.group, self.data_group, self.split, self.device = group, data_group, split, group.device
-        self.precision, self.step_loss = precision, loss
+        self.precision, self.step_loss, self.accelerated = precision, loss, is_accelerator(group.device)
         self.forward: Any = model
         self.loss_scale = LossScale() if precision == "fp16" else None
         self.casts = self.divides_logits = False
@@ -389,11 +390,12 @@ class WholeModel(Compute):
         counted = list(self.microbatches(batch)) if self.counts_on_host else parts
         for i, part in enumerate(parts):
             self.replica.backward.last = i == len(parts) - 1
-            self.experts.weigh(part, position)
+            if self.experts.routes:
+                self.experts.weigh(part, position)
             with self.autocast(), self._knowing(batch), against[i]:
                 with _AS_IT_IS if chunks is None else chunks.training(self.normalization.target(part)):
                     output = self.call(part)
-                if i == 0 and chunks is None and is_accelerator(self.device):
+                if self.accelerated and i == 0 and chunks is None:
                     self.check_target(output, batch, self.here(step), self.loader.indices)
                 loss, items = self.normalized_loss(output, part, batch, position, step, counted[i])
             scaled = loss if isinstance(items, float) and items == 1.0 else loss * items
@@ -403,8 +405,10 @@ class WholeModel(Compute):
 
     def _knowing(self, batch: Batch) -> AbstractContextManager[None]:
         """Return a context in which the loss reads labels from their copy on the host."""
+        if not self.accelerated:
+            return _AS_IT_IS
         knowing = getattr(self.step_loss, "knowing", None)
-        if knowing is None or not is_accelerator(self.device) or on_accelerator(target := target_of(batch)):
+        if knowing is None or on_accelerator(target := target_of(batch)):
             return _AS_IT_IS
         return cast(AbstractContextManager[None], knowing(target))
 

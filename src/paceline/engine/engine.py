@@ -209,6 +209,7 @@ class RankEngine:
         spikes = None if settings.spike.policy == "off" else LossSpikes(settings.spike)
         self.average = None if settings.ema is None else WeightAverage(optimizer, settings.ema)
         self.first = FirstWeights(optimizer) if has_reference(loss) else None
+        self.copies: list[FirstWeights] = [copy for copy in (self.average, self.first) if copy is not None]
         if self.first is not None:
             self.compute.reference = Reference(self.compute, self._reference_weights)
         self.guard = Guard(
@@ -257,8 +258,11 @@ class RankEngine:
         norm. The gradient may have NaN or Inf, so call `settle` before you save or evaluate the weights.
         """
         step, position = self._prepare(batch)
-        with self._gradients("collected"):
+        self.replica.backward.gradients = "collected"
+        try:
             local = self.compute.forward_backward(batch, position, step)  # gradients and loss of this rank
+        finally:
+            self.replica.backward.gradients = "refused"
         self.meter.mark(COMPUTE)
         self.on_phase("sync", step)
         if isinstance(self.reduction, ReductionAhead):
@@ -374,11 +378,6 @@ class RankEngine:
             held.callback(self.rule.detach)
 
     @property
-    def copies(self) -> list[FirstWeights]:
-        """The copies of the weights that exist, among `average` and `first`."""
-        return [copy for copy in (self.average, self.first) if copy is not None]
-
-    @property
     def plan(self) -> Plan:
         """The plan in use."""
         return self.compute.plan
@@ -418,8 +417,10 @@ class RankEngine:
         normalization = self.compute.normalization
         if not normalization.prepared or normalization.items_per_sample is None:
             self.compute.prepare(batch)
-        self.compute.packed.look(step)
-        self.replica_state.base.remember()
+        if self.compute.packed.pending:
+            self.compute.packed.look(step)
+        if self.replica_state.base.names:
+            self.replica_state.base.remember()
         self.guard.remember()
         self._clear_gradients()
         return step, position
@@ -609,7 +610,8 @@ class RankEngine:
                 rank=self.group.rank,
                 rows=rows(batch),
             )
-        self.loader.check_weight()
+        if self.loader.left_out:
+            self.loader.check_weight()
         return position
 
     def _clear_gradients(self) -> None:

@@ -142,6 +142,8 @@ class LossNormalization:
         Raises:
             JobError: the loss is not a single number with a gradient; the message says what to return instead.
         """
+        if isinstance(loss, Tensor) and loss.requires_grad and not loss.dim():
+            return loss
         trains = torch.is_grad_enabled() and active_fake_mode() is None
         if not isinstance(loss, Tensor):
             kind = type(loss).__name__

@@ -44,12 +44,13 @@ class PackedCheck:
 
     Attributes:
         remarks: messages to the user that are not recorded yet.
+        pending: True if the data set is packed and the check has not succeeded yet.
     """
 
     def __init__(self, compute: Compute) -> None:
         self.compute = compute
         self.remarks: list[str] = []
-        self._pending = compute.loader.is_packed
+        self.pending = compute.loader.is_packed
         self._prepared = False
 
     def prepare(self) -> None:
@@ -59,7 +60,7 @@ class PackedCheck:
             DataError: a sample is not a packed sequence.
             JobError: the outputs of a document change with its neighbours.
         """
-        if self._pending and not self._prepared and active_fake_mode() is None:
+        if self.pending and not self._prepared and active_fake_mode() is None:
             self._prepared = True
             self._check()
 
@@ -69,7 +70,7 @@ class PackedCheck:
         Attention may have no effect yet, for example if its output projection is initialized with zeros. Such a model
         is checked again before steps 2, 4, 8, …
         """
-        return self._pending and not step & (step - 1)
+        return self.pending and not step & (step - 1)
 
     def look(self, step: int) -> None:
         """Check the model before a step if it is due; every rank must call this."""
@@ -98,7 +99,7 @@ class PackedCheck:
         # FSDP2 always computes in half precision, so a small influence may not exceed the usual limit for rounding.
         self._refuse(changes, min(limit, max(2 * own, 4e-3)) if low and compute.casts else limit)
         if own > limit:
-            self._pending = False
+            self.pending = False
             equal = "bit-equal" if exact else f"equal up to {max(changes.values()):.0e}"
             self.remarks.append(
                 f"packed documents: attention is confined by {confined_by}; the outputs of a document with other "

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
+from torch._utils import _flatten_dense_tensors
 
 from paceline.comm import Group
 from paceline.device import Download, is_accelerator, on_accelerator, upload, widest_float
@@ -78,10 +79,10 @@ class StepSignals:
         self._asked.add(what)
 
     def seal(self, meter: Meter, local: LocalLoss) -> float:
-        """Write this rank's values before the reduction, and return its busy seconds."""
-        busy_s = meter.busy_s()
+        """Write this rank's values before the reduction, and return its busy seconds; 0 for a single rank."""
         if self.group.size == 1:
-            return busy_s
+            return 0.0
+        busy_s = meter.busy_s()
         staged = [0.0] * len(self.tensor)
         for i, what in enumerate(VOTES):
             staged[FIRST_VOTE + i] = float(what in self._asked)
@@ -155,13 +156,39 @@ def numbers(parts: Sequence[float | Tensor]) -> list[float]:
     tensors = [part for part in parts if isinstance(part, Tensor)]
     if len(tensors) > 1 and on_accelerator(tensors[0]):
         return in_order(parts, torch.cat([t.reshape(-1) for t in tensors]).tolist())
-    return [x for part in parts for x in (part.reshape(-1).tolist() if isinstance(part, Tensor) else (part,))]
+    found: list[float] = []
+    for part in parts:
+        if not isinstance(part, Tensor):
+            found.append(part)
+        elif part.dim():
+            found += part.reshape(-1).tolist()
+        else:
+            found.append(part.item())
+    return found
 
 
 def in_order(parts: Sequence[float | Tensor], of_tensors: Sequence[float]) -> list[float]:
     """Merge floats with the numbers that were read from tensors, in order."""
     read = iter(of_tensors)
     return [x for part in parts for x in (islice(read, part.numel()) if isinstance(part, Tensor) else (part,))]
+
+
+_SMALL = 2**10  # elements; smaller tensors are joined, because a call for each would take longer than a copy
+
+
+def norms_of(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Return L2 norms whose own L2 norm is the norm of all tensors together."""
+    if len(tensors) < 4 or on_accelerator(tensors[0]):
+        return torch._foreach_norm(list(tensors)) if tensors else ()
+    large: list[Tensor] = []
+    small: dict[torch.dtype, list[Tensor]] = {}
+    for tensor in tensors:
+        if tensor.numel() > _SMALL:
+            large.append(tensor)
+        else:
+            small.setdefault(tensor.dtype, []).append(tensor)
+    joined = [_flatten_dense_tensors(alike) for alike in small.values()]
+    return torch._foreach_norm(large + joined)
 
 
 def clip_elements(gradients: Sequence[Tensor], most: float) -> None:
@@ -212,13 +239,15 @@ class GradientReduction:
         step waits for the device only in this method.
         """
         pipeline = None if self.split is None else self.split.pipeline
-        on_host = pipeline is not None and not is_accelerator(self.world.device)
-        if pipeline is not None and on_host:
+        if pipeline is None:
+            reduced = self._reduce(local, step)
+        elif is_accelerator(self.world.device):
+            reduced = self._reduce(local, step)
+            self.meter.waited_in_pipeline(pipeline.bubble_s)  # the bubble's events are read when the step has ended
+        else:
             self.meter.waited_in_pipeline(pipeline.bubble_s)
-        reduced = self._reduce(local, step)
-        if pipeline is not None and not on_host:  # the bubble's events are read when the step has ended
-            self.meter.waited_in_pipeline(pipeline.bubble_s)
-        reduced.norm = self._norm if self._reads_norm else math.hypot(*[norm.item() for norm in self._norms()])
+            reduced = self._reduce(local, step)
+        reduced.norm = self._norm if self._reads_norm else math.hypot(*numbers(norms_of(self.gradients)))
         return reduced
 
     def _reduce(self, local: LocalLoss, step: int) -> Reduced:
@@ -258,19 +287,16 @@ class GradientReduction:
         If the model is divided, return the norm of all its gradients.
         """
         if self.split is None:
-            return math.hypot(*numbers(self._norms()))
+            return math.hypot(*numbers(norms_of(self.gradients)))
         square = self.split.gradient_square()
         self.world.all_reduce(square)
         return math.sqrt(float(square))
-
-    def _norms(self) -> Sequence[Tensor]:
-        return torch._foreach_norm(self.gradients) if self.gradients else ()
 
     def _numbers(self, parts: Sequence[float | Tensor]) -> list[float]:
         """Read the parts with `numbers`; on accelerators, also read the gradient norm."""
         if not self._reads_norm:
             return numbers(parts)
-        norms = self._norms()
+        norms = norms_of(self.gradients)
         found = numbers([*parts, *norms])
         self._norm = math.hypot(*found[len(found) - len(norms) :])
         return found[: len(found) - len(norms)]
@@ -419,7 +445,7 @@ class ReductionAhead(GradientReduction):
         self.apply_rule(step)
         norms: Sequence[Tensor]
         if self.split is None:
-            sums, norms = self.signals.sums(local), self._norms()
+            sums, norms = self.signals.sums(local), norms_of(self.gradients)
         else:
             summed = self._sum_over_all(self.split)
             sums, norms = self.signals.own(local) if alone else [summed[:-1]], [summed[-1:].sqrt()]
@@ -439,7 +465,7 @@ class ReductionAhead(GradientReduction):
             loss: mean loss over all ranks, which the loop has computed.
             clip_norm: largest L2 norm of the whole gradient; None for no limit.
         """
-        norms = self._norms()
+        norms = norms_of(self.gradients)
         if self.split is not None:
             square = self.split.gradient_square()
             self.world.all_reduce(square)

@@ -19,6 +19,8 @@ def rows(batch: Batch | None) -> int:
 
     None is the share of a rank without samples.
     """
+    if type(batch) is tuple and batch and isinstance(batch[-1], Tensor) and batch[-1].dim():
+        return batch[-1].shape[0]
     if batch is None:
         return 0
     whole = _tensors(batch) if isinstance(batch, (tuple, list, Mapping)) else ()
@@ -53,7 +55,7 @@ def target_of(batch: Batch) -> Any:
     Raises:
         DataError: the batch is a mapping without "labels", or a tuple without a target.
     """
-    if isinstance(batch, Mapping):
+    if type(batch) is not tuple and isinstance(batch, Mapping):
         if "labels" not in batch:
             raise DataError(
                 "data.dict_without_labels",

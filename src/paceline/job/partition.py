@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
 from itertools import accumulate
 from typing import Annotated, Any, ClassVar, Literal, Protocol
 
@@ -213,6 +214,7 @@ def even_shard(samples: int, replica: int, replicas: int) -> slice:
     return slice(ends[replica], ends[replica + 1])
 
 
+@lru_cache(256)  # a stream asks once for each batch
 def even_shares(samples: int, replicas: int) -> tuple[int, ...]:
     """Divide a number of samples into nearly equal shares, one for each replica."""
     return tuple(np.diff(_cuts(_bounds(np.ones(replicas)), samples)).tolist())

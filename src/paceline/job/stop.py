@@ -327,9 +327,10 @@ class StopRule:
         return None
 
     def _plateau(self, step: int) -> str | None:
-        rule, losses = self.spec.plateau, list(self._losses)
-        if rule is None or len(losses) < 2 * rule.over:
+        rule = self.spec.plateau
+        if rule is None or len(self._losses) < 2 * rule.over:
             return None
+        losses = list(self._losses)
         older, newer = losses[-2 * rule.over : -rule.over], losses[-rule.over :]
         gain = (sum(older) - sum(newer)) / rule.over
         if gain <= rule.less_than:

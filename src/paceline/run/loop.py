@@ -7,6 +7,7 @@ import math
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from typing import Any
 
 from paceline.comm import Group
@@ -267,7 +268,8 @@ class Loop:
             engine.step_count = step
             return
         lr = self.rates.before(step - 1)
-        self._look_ahead(step)
+        if self._looks_ahead:
+            self._look_ahead(step)
         self.vote()
         before, self._begun = self._begun, _Begun(engine.begin(batch), engine.loader.position, lr)
         votes: dict[str, int] = {}
@@ -307,11 +309,9 @@ class Loop:
         ranks learn of a vote one step later, so a second batch is read. With local rules, votes arrive only when
         replicas communicate, so the batches up to the next communication are read.
         """
-        if not self._looks_ahead:
-            return
         rule, most_bytes = self.engine.rule, math.inf
         count = 2 if self.engine.runs_ahead else 1
-        if isinstance(rule, LocalRule):
+        if self.engine.local_steps and isinstance(rule, LocalRule):
             if step < self._seen_until:
                 return
             count, most_bytes = next(n for n in itertools.count(1) if rule.communicates_in(step + n)), _MOST_AHEAD_BYTES
@@ -319,7 +319,7 @@ class Loop:
         count = count if self.total_steps is None else min(count, self.total_steps - step)
         self._unreadable = self.engine.loader.look_ahead(count, most_bytes)
 
-    @property
+    @cached_property
     def _looks_ahead(self) -> bool:
         # with loader processes, reading all batches of a local rule's period at once would make the device wait
         local, loader = self.engine.local_steps, self.engine.loader
@@ -331,8 +331,10 @@ class Loop:
         assert begun.position is not None
         result = self.engine.settle(begun.step)
         position = begun.position
-        info = StepInfo(result, position.epoch, position.local, begun.lr, counts=dict(position.counts))
-        info.busy_s = self.engine.signals.take_busy()
+        counts = dict(position.counts) if position.counts else {}
+        info = StepInfo(
+            result, position.epoch, position.local, begun.lr, None, self.engine.signals.take_busy(), counts=counts
+        )
         if self._last is not None and not self._last.result.reduced:
             self._before.append(self._last)
         else:
@@ -370,17 +372,21 @@ class Loop:
         self.checkpoints.saving.poll()
         self.events.missing(self.recorder.lines)
         info.ending = self.ending(info.result)
-        self.leaving = self.leaving or "generation" in info.result.votes
-        if "retried" in info.result.votes:
-            self._tell_retries()
+        if info.result.votes:
+            self.leaving = self.leaving or "generation" in info.result.votes
+            if "retried" in info.result.votes:
+                self._tell_retries()
         return self._act(info)
 
     def _act(self, info: StepInfo) -> str | None:
-        self.remarks.after_step(info)
-        self.balancing.after_step(info)
+        if info.busy_s:  # the step compared the ranks
+            self.remarks.after_step(info)
+            self.balancing.after_step(info)
+        self.remarks.tell()
         info.ending = info.ending or self.evaluations.after_step(info)
         self.checkpoints.after_step(info)
-        self.recutting.after_step(info)
+        if info.busy_s:
+            self.recutting.after_step(info)
         self.leaving = self.leaving or bool(self.recutting.cut)
         return info.ending
 

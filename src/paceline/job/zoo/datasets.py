@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset
 
 from paceline.errors import DataError, JobError
-from paceline.job.samples import Batch, Collated, DataSets, Labels, Selection, apart, shares, split
+from paceline.job.samples import Batch, Collated, DataSets, Labels, Selection, TensorSamples, apart, shares, split
 from paceline.job.spec import load_object
 from paceline.job.streams import Stream, kept_whole
 from paceline.job.zoo.arrays import build_arrays, build_text
@@ -238,11 +238,12 @@ def build_synthetic(spec: Synthetic, input_shape: tuple[int, ...] | None, seed: 
     return DataSets(train, held_out, synthetic=True, test=test)
 
 
-class Invented(Dataset[Batch]):
+class Invented(TensorSamples):
     """Generated samples `first` to `first + samples - 1` of an endless sequence that repeats stored samples."""
 
     def __init__(self, inputs: Tensor, target: Tensor, first: int, samples: int) -> None:
-        self.inputs, self.target, self.first, self.samples = inputs, target, first, samples
+        super().__init__(inputs, target)
+        self.first, self.samples = first, samples
 
     @property
     def labels(self) -> Labels | None:
@@ -254,12 +255,8 @@ class Invented(Dataset[Batch]):
     def __len__(self) -> int:
         return self.samples
 
-    def __getitem__(self, index: int) -> Batch:
-        inputs, target = self.__getitems__([index])
-        return inputs[0], target[0]
-
     def __getitems__(self, indices: list[int]) -> Batch:
-        if not all(0 <= i < self.samples for i in indices):
+        if indices and not 0 <= min(indices) <= max(indices) < self.samples:
             raise IndexError(f"synthetic sample out of range in {indices}: there are {self.samples}")
         rows = torch.tensor(indices).add_(self.first).remainder_(len(self.target))
         return self.inputs.index_select(0, rows), self.target.index_select(0, rows)

@@ -96,22 +96,25 @@ class StepRecorder:
     def on_step(self, info: StepInfo) -> None:
         """Record a step."""
         result, lr = info.result, info.lr
-        epoch = self.epochs.of(result.step)
-        loss, norm = json_number(result.loss), json_number(result.grad_norm)
-        self._waiting[result.step] = _STEP % (
-            result.step,
-            epoch,
+        step, timing = result.step, result.timing
+        start = _STEP % (
+            step,
+            self.epochs.of(step),
             time.time() if info.ended_at is None else info.ended_at,
-            loss,
+            json_number(result.loss),
             result.samples,
             info.local_samples,
             lr,
-            norm,
+            json_number(result.grad_norm),
         )
         if info.counts:
-            self._waiting[result.step] += f',"data":{json.dumps(info.counts)}'
-        if result.timing is not None:
-            self._write(result.timing)
+            start += f',"data":{json.dumps(info.counts)}'
+        if timing is not None and timing.step == step:
+            self._append(start, timing)
+        else:
+            self._waiting[step] = start
+            if timing is not None:
+                self._write(timing)
         if self._first and self.use.fresh:
             self._to_tensorboard(result, lr)
 
@@ -141,9 +144,11 @@ class StepRecorder:
 
     def _write(self, timing: Timing) -> None:
         start = self._waiting.pop(timing.step, None)
-        if start is None:
-            return
-        self.lines.write("{" + start + _TIMES % (timing.step_s, *timing.parts_s) + self.use.read() + "}")
+        if start is not None:
+            self._append(start, timing)
+
+    def _append(self, start: str, timing: Timing) -> None:
+        self.lines.write("{" + start + _TIMES % (sum(timing.parts_s), *timing.parts_s) + self.use.read() + "}")
 
     def _to_tensorboard(self, result: StepResult, lr: float) -> None:
         self.use.fresh = False
@@ -360,7 +365,7 @@ class Events:
     def missing(self, *files: JsonLines) -> None:
         """When the disk is writable again, record how many lines were lost."""
         for lines in (*files, self.lines):
-            if lines is not None and self.lines is not None and lines.missing and not self.lines.lost:
+            if lines is not None and lines.missing and self.lines is not None and not self.lines.lost:
                 lost, lines.missing = lines.missing, 0
                 self("lines_lost", {"file": str(lines.path.relative_to(self.run.path)), "lines": lost})
 
@@ -386,10 +391,9 @@ class Remarks:
         self._told = 0
 
     def after_step(self, info: StepInfo) -> None:
-        """Record events about a step, such as a slow rank."""
+        """Record events about slow ranks."""
         for event, details in self.slow_ranks.step(info.result.step, self.at_even_shares(info)):
             self.events(event, details)
-        self.tell()
 
     def tell(self) -> None:
         """Record new messages of the sync rule and the loss, and repaired corruption."""

@@ -432,9 +432,10 @@ class JsonLines:
         self._fd = -1  # so that a late write raises an error, instead of going to a file that reuses the descriptor
 
     def _append(self, line: str) -> None:
-        data = f"{chr(10) if self._cut else ''}{line}\n".encode()
+        data = f"\n{line}\n".encode() if self._cut else f"{line}\n".encode()
         written = os.write(self._fd, data)
-        self._cut = data[written - 1 : written] != b"\n"
+        if self._cut or written < len(data):
+            self._cut = data[written - 1 : written] != b"\n"
         if written < len(data):  # the disk became full during the write
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         if self.lost:
