@@ -1,21 +1,24 @@
 """Overhead of paceline beside a hand-written PyTorch loop, and of checkpoints.
 
-The checkpoints are asynchronous; the cost is that while one is written.
-
     python benchmarks/overhead.py [--json]
 
 Figures:
 - `ratio_to_plain_loop`: step time of `paceline train` / of a plain loop, all settings equal: one rank of one thread;
   same model, weights, batches and optimizer, and the memory-allocator settings that paceline's launcher gives to its
-  ranks on both sides. It is the cost of paceline's own code.
+  ranks on both sides. It is the cost of paceline's own code in a step of about 10 ms.
 - `ratio_to_default_allocator`: the same, the plain loop as `python` runs it, without those settings (they spare page
   faults).
+- `overhead_us_per_step`: microseconds by which a step of `paceline train` is longer than a step of the plain loop, for
+  a model of one small layer, which computes next to nothing. `overhead_us_own_loop`: the same for an own loop that
+  calls `engine.step`. `overhead_us_two_ranks`: the same for two ranks of `paceline train`, which reduce their gradients
+  in shared memory, and two plain loops side by side, which do not communicate.
 - `checkpoint_stall_share`: how much longer a step takes while a checkpoint of 200 MB is written beside it, as a share
   of a quiet step.
+- the figures of `overhead_launches.py`.
 
-The loops run in processes of their own, in turn, in blocks of 20 steps, so what else the machine does falls on all
-alike. Each ratio is of neighbouring blocks. Processes are started anew several times, as the place of the weights in
-memory alone moves a step by some per cent.
+The loops run in processes of their own, in turn, in blocks of steps, so what else the machine does falls on all alike.
+Each figure is a median over neighbouring blocks. Processes are started anew several times, as the place of the weights
+in memory alone moves a step by some per cent.
 """
 
 from __future__ import annotations
@@ -24,11 +27,12 @@ import argparse
 import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 from typing import Any, cast
@@ -38,9 +42,13 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader
 
+import paceline
+from ddp_loop import timed
 from measure import environment_line, our_steps, parser_of, print_figures
+from overhead_launches import launch_figures
 from paceline.cluster.discover import discover
 from paceline.comm import Group
+from paceline.comm.backend import joined
 from paceline.elastic.forkserver import ALLOCATOR
 from paceline.job.job import Job
 from paceline.job.partition import Partition
@@ -48,10 +56,11 @@ from paceline.planning.plan import Plan
 from paceline.run.build import build_engine
 from paceline.run.loop import Loop
 from paceline.run.record.run import Run
-from paceline.stats import median_interval
+from paceline.stats import Interval, median_interval
+from served import Ranks
 
-BLOCK_STEPS, BLOCKS, STARTS, PROOF_STEPS, CHECKPOINTS = 20, 20, 5, 40, 8
-PLAIN, PLAIN_ALLOCATOR, OURS = "plain loop", "plain loop, same allocator", "paceline train"
+BLOCKS, STARTS, PROOF_STEPS, CHECKPOINTS = 20, 5, 40, 8
+AS_RUN = dict.fromkeys(ALLOCATOR)  # not set
 CNN: dict[str, Any] = {
     "model": "cifar_cnn",
     "data": {"kind": "synthetic", "samples": 1600, "held_out": 0},
@@ -60,12 +69,56 @@ CNN: dict[str, Any] = {
     "global_batch": 32,
     "stop": {"steps": 10**9},
 }
-# The weights and Adam's two moments, each of 67 MB.
-WIDE: dict[str, Any] = CNN | {
-    "model": {"factory": f"{Path(__file__).resolve()}:wide_model"},
-    "data": {"kind": "synthetic", "samples": 1280, "shape": [1024], "held_out": 0},
-    "global_batch": 128,
+JOBS: dict[str, dict[str, Any]] = {
+    "cnn": CNN,
+    "small": CNN
+    | {
+        "model": {"factory": f"{Path(__file__).resolve()}:small_model"},
+        "data": {"kind": "synthetic", "samples": 32_000, "shape": [8], "held_out": 0},
+    },
+    # the weights and Adam's two moments, each of 67 MB
+    "wide": CNN
+    | {
+        "model": {"factory": f"{Path(__file__).resolve()}:wide_model"},
+        "data": {"kind": "synthetic", "samples": 1280, "shape": [1024], "held_out": 0},
+        "global_batch": 128,
+    },
 }
+STEPS = {"cnn": 20, "small": 100}  # of a block
+
+
+@dataclass(frozen=True)
+class Side:
+    """A way to train: the kind of loop, the job, and the number of ranks.
+
+    Attributes:
+        kind: `plain`, `train` (paceline's training loop) or `own` (a user's loop that calls `engine.step`).
+    """
+
+    kind: str
+    job: str
+    ranks: int = 1
+    allocator: bool = True
+
+    def start(self, folder: Path) -> Ranks:
+        """Start the processes of this side."""
+        job = JOBS[self.job]
+        each = 1 if self.kind == "train" else self.ranks  # plain loops side by side are runs of their own
+        batch = job["global_batch"] * self.ranks // each
+        runs = Path(tempfile.mkdtemp(dir=folder))
+        plan = Plan(dp=self.ranks // each, threads=1)
+        for rank in range(each):
+            Run.create(runs / str(rank), Job.model_validate(job | {"global_batch": batch}), discover(), plan)
+        return Ranks(
+            [__file__, "--serve", self.kind, str(runs)],
+            ranks=self.ranks,
+            environment=ALLOCATOR if self.allocator else AS_RUN,
+        )
+
+
+def small_model() -> nn.Module:
+    """90 parameters in one layer."""
+    return nn.Linear(8, 10)
 
 
 def wide_model() -> nn.Module:
@@ -74,116 +127,108 @@ def wide_model() -> nn.Module:
 
 
 def main() -> None:
-    """Measure, print the table, and with --json a last line for machines."""
+    """Measure, print the tables, and with --json a last line for machines."""
     parser = parser_of(__doc__)
-    parser.add_argument("--serve", choices=("plain", "paceline", "checkpoint"), help=argparse.SUPPRESS)
+    parser.add_argument("--serve", nargs=2, metavar=("KIND", "RUNS"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.serve:
-        serve(arguments.serve)
+        serve(arguments.serve[0], Path(arguments.serve[1]))
         return
-    times_s = step_times()
-    ratio, equal = (median_interval(quotients(times_s[OURS], times_s[other])) for other in (PLAIN, PLAIN_ALLOCATOR))
-    print(
-        f"cifar_cnn, 32 samples a step, one rank of one thread, {STARTS} x {BLOCKS} blocks of {BLOCK_STEPS} "
-        "steps (synthetic data)"
-    )
-    for name, values in times_s.items():
-        print(f"  {name:28} {statistics.median(values) * 1e3:8.3f} ms a step (median)")
-    print(f"  paceline / plain loop                  {ratio}  median of neighbouring blocks, 95 % interval")
-    print(f"  paceline / plain loop, same allocator  {equal}")
-    with Side("checkpoint", ALLOCATOR) as side:
-        rounds = side.ask("rounds")
+    plain, ours, default = Side("plain", "cnn"), Side("train", "cnn"), Side("plain", "cnn", allocator=False)
+    times_s = step_times([plain, ours, default])
+    print(f"cifar_cnn, 32 samples a step, one rank of one thread, {STARTS} x {BLOCKS} blocks of {STEPS['cnn']} steps")
+    found = {
+        "ratio_to_plain_loop": compared(times_s[ours], times_s[plain], "/"),
+        "ratio_to_default_allocator": compared(times_s[ours], times_s[default], "/"),
+    }
+    plain, ours, own = Side("plain", "small"), Side("train", "small"), Side("own", "small")
+    times_s |= step_times([plain, ours, own])
+    found["overhead_us_per_step"] = compared(times_s[ours], times_s[plain], "-")
+    found["overhead_us_own_loop"] = compared(times_s[own], times_s[plain], "-")
+    plain, ours = Side("plain", "small", 2), Side("train", "small", 2)
+    times_s |= step_times([plain, ours], same_losses=False)
+    found["overhead_us_two_ranks"] = compared(times_s[ours], times_s[plain], "-")
+    for side, values in times_s.items():
+        name = f"{side.job}, {side.kind}, {side.ranks} ranks{'' if side.allocator else ', default allocator'}"
+        print(f"  {name:40} {statistics.median(values) * 1e3:8.3f} ms a step (median)")
+    for name, figure in found.items():
+        print(f"  {name:40} {figure}  median of neighbouring blocks, 95 % interval")
+    figures = {name: figure.middle for name, figure in found.items()}
+    figures["checkpoint_stall_share"] = checkpoint_stall()
+    figures |= launch_figures()
+    print(environment_line())
+    if arguments.json:
+        print_figures(figures)
+
+
+def step_times(sides: Sequence[Side], *, same_losses: bool = True) -> dict[Side, list[float]]:
+    """Seconds a step of every block of every side; the i-th blocks of all sides are neighbours in time."""
+    times_s: dict[Side, list[float]] = {side: [] for side in sides}
+    for _ in range(STARTS):
+        with tempfile.TemporaryDirectory(prefix="paceline-overhead-") as folder, ExitStack() as running:
+            served = {side: running.enter_context(side.start(Path(folder))) for side in sides}
+            proofs = {side: ranks.ask(["losses", PROOF_STEPS])[0] for side, ranks in served.items()}
+            for side in sides[1:] if same_losses else ():  # before any time is measured: all do the same work
+                if any(abs(a - b) > 1e-5 * abs(b) for a, b in zip(proofs[side], proofs[sides[0]], strict=True)):
+                    raise SystemExit(f"{side} does not do the work of the plain loop: their losses differ")
+            for block in range(BLOCKS):
+                turn = block % len(sides)
+                for side in [*sides[turn:], *sides[:turn]]:
+                    times_s[side].append(max(served[side].ask(["steps", STEPS[side.job]])))
+    return times_s
+
+
+def compared(ours: list[float], others: list[float], how: str) -> Interval:
+    """The median ratio, or difference in microseconds, of neighbouring blocks."""
+    pairs = zip(ours, others, strict=True)
+    return median_interval([a / b if how == "/" else (a - b) * 1e6 for a, b in pairs])
+
+
+def checkpoint_stall() -> float:
+    """The share by which steps are longer while a checkpoint is written."""
+    with ExitStack() as running:
+        folder = running.enter_context(tempfile.TemporaryDirectory(prefix="paceline-overhead-"))
+        ranks = running.enter_context(Side("train", "wide").start(Path(folder)))
+        rounds = ranks.ask(["checkpoints", CHECKPOINTS])[0]
     share = median_interval(rounds["share"])
     print(f"200 MB of weights and AdamW state, one rank of one thread, {CHECKPOINTS} checkpoints")
     print(f"  quiet step                   {statistics.median(rounds['quiet_s']) * 1e3:8.1f} ms (median)")
     print(f"  written in                   {statistics.median(rounds['write_s']):8.2f} s (median)")
     print(f"  steps slower by              {share} of a quiet step")
-    print(environment_line())
-    if arguments.json:
-        figures = {
-            "ratio_to_plain_loop": equal.middle,
-            "ratio_to_default_allocator": ratio.middle,
-            "checkpoint_stall_share": share.middle,
-        }
-        print_figures(figures)
+    return share.middle
 
 
-def step_times() -> dict[str, list[float]]:
-    """Seconds a step of every block of every loop; the i-th blocks of all loops are neighbours in time."""
-    times_s: dict[str, list[float]] = {PLAIN: [], PLAIN_ALLOCATOR: [], OURS: []}
-    for _ in range(STARTS):
-        with Side("plain", {}) as plain, Side("plain", ALLOCATOR) as tuned, Side("paceline", ALLOCATOR) as ours:
-            sides = [(PLAIN, plain), (PLAIN_ALLOCATOR, tuned), (OURS, ours)]
-            proof = plain.ask("losses")
-            for name, side in sides[1:]:  # before any time is measured: all do the same work
-                if any(abs(a - b) > 1e-5 * abs(b) for a, b in zip(side.ask("losses"), proof, strict=True)):
-                    raise SystemExit(f"{name} does not do the work of the plain loop: their losses differ")
-            for block in range(BLOCKS):
-                for name, side in sides[block % 3 :] + sides[: block % 3]:
-                    times_s[name].append(side.ask("block"))
-    return times_s
+# In a rank
 
 
-def quotients(ours: list[float], others: list[float]) -> list[float]:
-    """The ratio of each pair of neighbouring blocks."""
-    return [a / b for a, b in zip(ours, others, strict=True)]
-
-
-class Side:
-    """A process that runs one of the loops and works only when it is asked to."""
-
-    def __init__(self, kind: str, environment: dict[str, str]) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, __file__, "--serve", kind],
-            env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-
-    def __enter__(self) -> Side:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.process.communicate()  # an end of questions ends it
-
-    def ask(self, question: str) -> Any:
-        """The answer to `losses`, `block` or `rounds`."""
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        self.process.stdin.write(f"{question}\n")
-        self.process.stdin.flush()
-        answer = self.process.stdout.readline()
-        if not answer:
-            raise SystemExit(f"the process that was asked for {question} ended; its error is above")
-        return json.loads(answer)
-
-
-def serve(kind: str) -> None:
-    """Answer the questions on stdin, one line of JSON each."""
+def serve(kind: str, runs: Path) -> None:
+    """Train as far as the questions on stdin ask: `["losses", n]`, `["steps", n]` or `["checkpoints", n]`."""
     torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory(prefix="paceline-overhead-") as folder:
-        loop = our_loop(Path(folder) / "run", WIDE if kind == "checkpoint" else CNN)
-        steps = plain_steps(loop) if kind == "plain" else our_steps(loop)
-        for question in sys.stdin:
-            if question == "losses\n":
-                answer: Any = [next(steps) for _ in range(PROOF_STEPS)]
+    together = Run(runs / "0").plan.dp > 1
+    with joined(deadline_s=60, transport="shm") if together else nullcontext(Group()) as group:
+        run = Run(runs / ("0" if together else os.environ["RANK"]))
+        loop = our_loop(run, group)
+        steps = {"plain": plain_steps, "train": our_steps, "own": own_steps}[kind](loop)
+        for line in sys.stdin:
+            question, n = json.loads(line)
+            if question == "losses":
+                answer: Any = [next(steps) for _ in range(n)]
             else:
-                answer = timed(steps, BLOCK_STEPS) if question == "block\n" else beside_checkpoints(loop, steps)
+                answer = timed(steps, n) if question == "steps" else beside_checkpoints(loop, steps, n)
             print(json.dumps(answer), flush=True)
         steps.close()
         loop.checkpoints.writer.close()
         loop.close()
 
 
-def beside_checkpoints(loop: Loop, steps: Generator[float, None, None]) -> dict[str, list[float]]:
+def beside_checkpoints(loop: Loop, steps: Iterator[float], checkpoints: int) -> dict[str, list[float]]:
     """For each checkpoint.
 
     The slow-down of the steps beside it, quiet steps before and after it, the time to write it.
     """
     timed(steps, 20)
     rounds: dict[str, list[float]] = {"share": [], "quiet_s": [], "write_s": []}
-    for _ in range(CHECKPOINTS):
+    for _ in range(checkpoints):
         before = [timed(steps, 1) for _ in range(8)]
         started = time.perf_counter()
         loop.checkpoints.save()
@@ -216,24 +261,27 @@ def plain_steps(loop: Loop) -> Generator[float, None, None]:
             yield loss.item()
 
 
-def our_loop(folder: Path, job: dict[str, Any]) -> Loop:
-    """The loop of a run of one rank in this process."""
-    run = Run.create(folder, Job.model_validate(job), discover(), Plan(threads=1))
+def own_steps(loop: Loop) -> Generator[float, None, None]:
+    """A user's loop that calls `engine.step`, over the batches of `loop`; yields the loss of each step."""
+    dataset, partition = loop.data.train, cast(Partition, loop.engine.loader.partition)
+    model = loop.engine.model
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.0)
+    order = [index for epoch in range(20) for batch in partition.batches(epoch) for index in batch]
+    loader = DataLoader(dataset, batch_size=partition.global_batch, sampler=order)
+    engine = paceline.setup(model, optimizer, loss=F.cross_entropy, loader=loader, plan="threads=1")
+    while True:
+        for batch in engine.loader:
+            yield engine.step(batch).loss
+
+
+def our_loop(run: Run, group: Group) -> Loop:
+    """The loop of a run in this process."""
     torch.manual_seed(0)
     model = run.job.model.build()
     data = run.job.data.build(input_shape=run.job.model.input_shape(), seed=0)
-    group = Group()
     loop = Loop(run, build_engine(run.job, run.plan, model, data, group), data, group)
     loop.events.progress = None  # under `paceline train` the launcher shows it, from another process
     return loop
-
-
-def timed(steps: Iterator[float], n: int) -> float:
-    """Seconds a step, over the next `n`."""
-    started = time.perf_counter()
-    for _ in range(n):
-        next(steps)
-    return (time.perf_counter() - started) / n
 
 
 if __name__ == "__main__":

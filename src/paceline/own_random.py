@@ -156,7 +156,7 @@ def _python_memory() -> tuple[Any, Any]:
 
 
 def _numpy_memory() -> tuple[Any, Any]:
-    """Return NumPy's generator and its state in memory; None if it is not a Mersenne Twister."""
+    """Return NumPy's generator, and its state in memory if it is a Mersenne Twister."""
     bits: Any = np.random.get_bit_generator()  # type: ignore[attr-defined]  # public, but not in its stubs' list
     if type(bits) is not np.random.MT19937:
         return bits, None

@@ -79,7 +79,10 @@ class StepSignals:
         self._asked.add(what)
 
     def seal(self, meter: Meter, local: LocalLoss) -> float:
-        """Write this rank's values before the reduction, and return its busy seconds; 0 for a single rank."""
+        """Write this rank's values before the reduction, and return its busy seconds.
+
+        A single rank writes nothing, and returns 0.
+        """
         if self.group.size == 1:
             return 0.0
         busy_s = meter.busy_s()
