@@ -1,24 +1,25 @@
-"""Overhead of paceline beside a hand-written PyTorch loop, and of checkpoints.
+"""Overhead of paceline compared with a hand-written PyTorch loop, and overhead of checkpoints.
 
     python benchmarks/overhead.py [--json]
 
 Figures:
-- `ratio_to_plain_loop`: step time of `paceline train` / of a plain loop, all settings equal: one rank of one thread;
-  same model, weights, batches and optimizer, and the memory-allocator settings that paceline's launcher gives to its
-  ranks on both sides. It is the cost of paceline's own code in a step of about 10 ms.
-- `ratio_to_default_allocator`: the same, the plain loop as `python` runs it, without those settings (they spare page
-  faults).
-- `overhead_us_per_step`: microseconds by which a step of `paceline train` is longer than a step of the plain loop, for
-  a model of one small layer, which computes next to nothing. `overhead_us_own_loop`: the same for an own loop that
-  calls `engine.step`. `overhead_us_two_ranks`: the same for two ranks of `paceline train`, which reduce their gradients
-  in shared memory, and two plain loops side by side, which do not communicate.
-- `checkpoint_stall_share`: how much longer a step takes while a checkpoint of 200 MB is written beside it, as a share
-  of a quiet step.
+- `ratio_to_plain_loop`: step time of `paceline train` divided by the step time of a plain loop. Both use one rank with
+  one thread, the same model, weights, batches and optimizer, and the memory-allocator settings of paceline's launcher.
+  The ratio shows the cost of paceline's own code in a step of about 10 ms.
+- `ratio_to_default_allocator`: the same ratio to a plain loop without these allocator settings, as `python` runs it.
+  The settings avoid page faults.
+- `overhead_us_per_step`: step time of `paceline train` minus the step time of the plain loop, in microseconds. The
+  model is one small layer, which takes almost no time to compute.
+- `overhead_us_own_loop`: the same difference for a user's own loop that calls `engine.step`.
+- `overhead_us_two_ranks`: the same difference between two ranks of `paceline train`, which reduce their gradients in
+  shared memory, and two plain loops side by side, which do not communicate.
+- `checkpoint_stall_share`: additional step time while a checkpoint of 200 MB is written, as a share of the step time
+  without a checkpoint.
 - the figures of `overhead_launches.py`.
 
-The loops run in processes of their own, in turn, in blocks of steps, so what else the machine does falls on all alike.
-Each figure is a median over neighbouring blocks. Processes are started anew several times, as the place of the weights
-in memory alone moves a step by some per cent.
+Each loop runs in its own processes. The loops take turns in blocks of steps, so other load on the machine affects all
+loops equally. Ratios and differences are medians over neighbouring blocks. All processes are restarted several times,
+because the addresses of the weights alone change the step time by a few percent.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ from paceline.stats import Interval, median_interval
 from served import Ranks
 
 BLOCKS, STARTS, PROOF_STEPS, CHECKPOINTS = 20, 5, 40, 8
-AS_RUN = dict.fromkeys(ALLOCATOR)  # not set
+AS_RUN = dict.fromkeys(ALLOCATOR)  # removes the variables
 CNN: dict[str, Any] = {
     "model": "cifar_cnn",
     "data": {"kind": "synthetic", "samples": 1600, "held_out": 0},
@@ -76,7 +77,7 @@ JOBS: dict[str, dict[str, Any]] = {
         "model": {"factory": f"{Path(__file__).resolve()}:small_model"},
         "data": {"kind": "synthetic", "samples": 32_000, "shape": [8], "held_out": 0},
     },
-    # the weights and Adam's two moments, each of 67 MB
+    # the weights and AdamW's two moments take 67 MB each
     "wide": CNN
     | {
         "model": {"factory": f"{Path(__file__).resolve()}:wide_model"},
@@ -84,15 +85,17 @@ JOBS: dict[str, dict[str, Any]] = {
         "global_batch": 128,
     },
 }
-STEPS = {"cnn": 20, "small": 100}  # of a block
+STEPS = {"cnn": 20, "small": 100}  # steps per block
 
 
 @dataclass(frozen=True)
 class Side:
-    """A way to train: the kind of loop, the job, and the number of ranks.
+    """One of the compared loops.
 
     Attributes:
         kind: `plain`, `train` (paceline's training loop) or `own` (a user's loop that calls `engine.step`).
+        job: a key of `JOBS`.
+        allocator: whether the processes get the allocator settings of paceline's launcher.
     """
 
     kind: str
@@ -103,7 +106,7 @@ class Side:
     def start(self, folder: Path) -> Ranks:
         """Start the processes of this side."""
         job = JOBS[self.job]
-        each = 1 if self.kind == "train" else self.ranks  # plain loops side by side are runs of their own
+        each = 1 if self.kind == "train" else self.ranks  # each plain loop has its own run
         batch = job["global_batch"] * self.ranks // each
         runs = Path(tempfile.mkdtemp(dir=folder))
         plan = Plan(dp=self.ranks // each, threads=1)
@@ -117,7 +120,7 @@ class Side:
 
 
 def small_model() -> nn.Module:
-    """90 parameters in one layer."""
+    """One layer with 90 parameters."""
     return nn.Linear(8, 10)
 
 
@@ -127,7 +130,7 @@ def wide_model() -> nn.Module:
 
 
 def main() -> None:
-    """Measure, print the tables, and with --json a last line for machines."""
+    """Measure, and print the tables; with --json, print the figures as JSON in the last line."""
     parser = parser_of(__doc__)
     parser.add_argument("--serve", nargs=2, metavar=("KIND", "RUNS"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -162,15 +165,15 @@ def main() -> None:
 
 
 def step_times(sides: Sequence[Side], *, same_losses: bool = True) -> dict[Side, list[float]]:
-    """Seconds a step of every block of every side; the i-th blocks of all sides are neighbours in time."""
+    """Seconds per step in every block of every side; the i-th blocks of all sides are neighbours in time."""
     times_s: dict[Side, list[float]] = {side: [] for side in sides}
     for _ in range(STARTS):
         with tempfile.TemporaryDirectory(prefix="paceline-overhead-") as folder, ExitStack() as running:
             served = {side: running.enter_context(side.start(Path(folder))) for side in sides}
             proofs = {side: ranks.ask(["losses", PROOF_STEPS])[0] for side, ranks in served.items()}
-            for side in sides[1:] if same_losses else ():  # before any time is measured: all do the same work
+            for side in sides[1:] if same_losses else ():  # before measuring, check that all compute the same
                 if any(abs(a - b) > 1e-5 * abs(b) for a, b in zip(proofs[side], proofs[sides[0]], strict=True)):
-                    raise SystemExit(f"{side} does not do the work of the plain loop: their losses differ")
+                    raise SystemExit(f"{side} does not compute the same steps as the plain loop: the losses differ")
             for block in range(BLOCKS):
                 turn = block % len(sides)
                 for side in [*sides[turn:], *sides[:turn]]:
@@ -179,13 +182,13 @@ def step_times(sides: Sequence[Side], *, same_losses: bool = True) -> dict[Side,
 
 
 def compared(ours: list[float], others: list[float], how: str) -> Interval:
-    """The median ratio, or difference in microseconds, of neighbouring blocks."""
+    """The median ratio (`/`) or difference in microseconds (`-`) of neighbouring blocks."""
     pairs = zip(ours, others, strict=True)
     return median_interval([a / b if how == "/" else (a - b) * 1e6 for a, b in pairs])
 
 
 def checkpoint_stall() -> float:
-    """The share by which steps are longer while a checkpoint is written."""
+    """Additional step time while a checkpoint is written, as a share of a step without one."""
     with ExitStack() as running:
         folder = running.enter_context(tempfile.TemporaryDirectory(prefix="paceline-overhead-"))
         ranks = running.enter_context(Side("train", "wide").start(Path(folder)))
@@ -198,11 +201,11 @@ def checkpoint_stall() -> float:
     return share.middle
 
 
-# In a rank
+# Functions that run in a rank
 
 
 def serve(kind: str, runs: Path) -> None:
-    """Train as far as the questions on stdin ask: `["losses", n]`, `["steps", n]` or `["checkpoints", n]`."""
+    """Answer the requests on stdin: `["losses", n]`, `["steps", n]` or `["checkpoints", n]`."""
     torch.set_num_threads(1)
     together = Run(runs / "0").plan.dp > 1
     with joined(deadline_s=60, transport="shm") if together else nullcontext(Group()) as group:

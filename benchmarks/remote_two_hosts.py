@@ -148,7 +148,7 @@ def pipeline(folder: Path, steps: int) -> tuple[list[float], list[float]]:
 def remote_modules(key: Path, steps: int) -> tuple[list[float], list[float]]:
     """The same of a loop on one host, whose model goes on on the other."""
     write_key(RunKey.make(), key)
-    # with the allocator of a rank of the pipeline
+    # the allocator settings of the pipeline's ranks
     environ = os.environ | ALLOCATOR | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(FILE.parent)}
     with Emulation(Emulate(hosts=2)) as emulation, ExitStack() as held:
         first, second = emulation.hosts

@@ -1,6 +1,6 @@
-"""Host waits and kernel launches of one step: of paceline's loops, and of the same step in plain PyTorch.
+"""Host waits and kernel launches of one step in paceline's loops, and of the same step in plain PyTorch.
 
-The loops are `paceline train`, `engine.step` and `engine.backward` with `engine.update`. The plain loop has the same
+The loops are `paceline train`, `engine.step`, and `engine.backward` with `engine.update`. The plain loop has the same
 model, a fused optimizer, and torch's `clip_grad_norm_` if the job clips.
 """
 
@@ -33,20 +33,20 @@ from simulated_cases import Case
 from simulated_ranks import describe
 from simulated_sets import DEADLINE_S, environment
 
-# replicas are compared, and a user's loss is verified, in steps 1, 2, 4, 8, 16, 32 and 64
+# The steps 1, 2, 4, …, 32 and 64 compare replicas and verify a user's loss. The counted steps (35 to 58) do not.
 WARM_UP, STEPS = 34, 12
 
 
 @dataclass
 class StepCounts:
-    """Kernel launches and host waits of one step, in the mean over some.
+    """Mean numbers of kernel launches and host waits per step.
 
     Attributes:
-        waits: those of a device that runs behind the host, so the numbers of the step before are not there yet.
-        waits_before_update: those before the update of the step is queued.
-        idle_waits: those that leave the device without a kernel to run.
-        eager_waits: waits for a device that keeps pace with the host: those of calls that always wait.
-        lines: of code that waited, and how often in all steps.
+        waits: waits if the device is behind the host, so the numbers of the previous step have not arrived.
+        waits_before_update: the part of `waits` before the step's update is queued.
+        idle_waits: the part of `waits` that leaves the device without a kernel to run.
+        eager_waits: waits if the device keeps pace with the host; only calls that always wait are left.
+        lines: lines of code that waited, and their number of waits in all steps.
     """
 
     launches: float
@@ -58,7 +58,7 @@ class StepCounts:
 
 
 class Steady(Case):
-    """A training without the end of an epoch, before which the loop reads all numbers."""
+    """Case without the end of an epoch, at which the loop would read all numbers."""
 
     def job(self, steps: int = WARM_UP) -> Job:
         """See `Case.job`."""
@@ -76,7 +76,7 @@ class Request:
 
 
 def counts_of_a_step(device: Mapping[str, str], ranks: int = 1, *, clips: bool = False) -> dict[str, StepCounts]:
-    """Counts by loop, with the plain loop of the same batch as `plain`, on the first of so many simulated devices."""
+    """Counts by name of the loop, on the first of `ranks` simulated devices; `plain` is the plain loop."""
     with environment(device), scratch_folder() as folder:
         found, *_ = run_on_ranks(
             count,
@@ -89,7 +89,7 @@ def counts_of_a_step(device: Mapping[str, str], ranks: int = 1, *, clips: bool =
 
 
 def count(request: Request) -> dict[str, StepCounts]:
-    """In a rank: the counts of each loop."""
+    """Counts by name of the loop, in a rank."""
     torch.set_num_threads(1)
     with joined() as group:
         case = Steady(f"dp={group.size}", features=("clip",) if request.clips else ())
@@ -117,7 +117,7 @@ def _train(case: Case, folder: Path, group: Group) -> StepCounts:
 
 
 def _own(case: Case, *, whole: bool) -> StepCounts:
-    """A loop of a user's own, which reads no number."""
+    """A user's own loop that reads no numbers."""
     model, optimizer, data, batch = _parts(case)
     loader = DataLoader(data, batch_size=batch, shuffle=True)
     loss: Any = _loss if whole else None
@@ -160,7 +160,7 @@ def _plain(case: Case, device: torch.device) -> StepCounts:
 
 
 def _parts(case: Case) -> tuple[nn.Module, torch.optim.Optimizer, Any, int]:
-    """Model, fused optimizer and data of a case's job, and its global batch."""
+    """Model, fused optimizer, data and global batch size of a case's job."""
     job = case.job()
     seed_all(job.seed)
     model = job.model.build()

@@ -1,4 +1,4 @@
-"""Random states are kept exactly, including a normal number that waits to be returned."""
+"""Random states are kept exactly, including a normal number that a generator keeps for the next call."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_a_second_normal_number_of_numpy_is_drawn_again() -> None:
     np.random.randn()
     waiting = states()
     second = np.random.randn()
-    taken = states()  # the generator's own words are the same
+    taken = states()  # the words of the generator have not changed
     third = np.random.randn()
     restore(taken)
     assert np.random.randn() == third

@@ -161,7 +161,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def uploaded(numbers: Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Copy numbers to a tensor on a device without making the host wait."""
+    """Copy numbers to a new tensor on a device without making the host wait."""
     import torch
 
     staged = torch.tensor(numbers, dtype=dtype, pin_memory=has_pinned_memory(device))
@@ -169,7 +169,7 @@ def uploaded(numbers: Sequence[float], dtype: torch.dtype, device: torch.device)
 
 
 def upload(numbers: Sequence[float], target: Tensor) -> None:
-    """Copy numbers into a tensor on a device without making the host wait."""
+    """Copy numbers into an existing tensor on a device without making the host wait."""
     import torch
 
     staged = torch.tensor(numbers, dtype=target.dtype, pin_memory=has_pinned_memory(target.device))

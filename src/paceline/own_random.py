@@ -95,8 +95,8 @@ _Memory = ctypes.c_char * (4 * _WORDS)
 def states() -> tuple[Any, Any, torch.Tensor]:
     """Return the process's random states (Python, NumPy, torch), for `restore`.
 
-    The states of Python and NumPy are read from memory, because every batch calls this function. Their own functions
-    take 15 and 50 microseconds, because they build a number object for each word.
+    Every batch calls this function, so the states of Python and NumPy are read from memory. `random.getstate` and
+    `np.random.get_state` take 15 and 50 microseconds, because they create an object for each word.
     """
     instance, memory = _python_memory()
     python = random.getstate() if memory is None else (memory.raw, instance.gauss_next)
@@ -126,17 +126,20 @@ def _equal(one: tuple[Any, Any, torch.Tensor], other: tuple[Any, Any, torch.Tens
     return one[2].numpy().tobytes() == other[2].numpy().tobytes()
 
 
-_seen: tuple[bytes, Any] = (b"", None)  # NumPy's newest state: as bytes, and as `get_state` returned it
+_seen: tuple[bytes, Any] = (b"", None)  # NumPy's last known state: its bytes, and the result of `get_state`
 
 
 def _numpy_state() -> Any:
-    """Return NumPy's state as `get_state` does, which is called only if the state has changed."""
+    """Return NumPy's state, in the form of `get_state` for a Mersenne Twister.
+
+    `get_state` is slow, so it is called only if the state may have changed since the last call.
+    """
     global _seen
     bits, memory = _numpy_memory()
     if memory is None:
         return bits.state
     raw = memory.raw
-    # item 3 is 1 if a normal number waits to be returned, which does not show in the bytes
+    # Item 3 is 1 if NumPy keeps a second normal number for the next call. Taking this number does not change the bytes.
     if _seen[0] != raw or _seen[1][3]:
         state: Any = np.random.get_state()
         same = _seen[0] == raw and _seen[1][3:] == state[3:]
@@ -146,7 +149,10 @@ def _numpy_state() -> Any:
 
 @functools.cache
 def _python_memory() -> tuple[Any, Any]:
-    """Return Python's generator and its state in memory; None if the interpreter has another layout."""
+    """Return Python's generator and its state in memory.
+
+    The state is None if the memory layout of the interpreter is unknown.
+    """
     instance: Any = random.getstate.__self__  # type: ignore[attr-defined]
     if sys.implementation.name != "cpython" or type(instance).__basicsize__ < object.__basicsize__ + 4 * _WORDS:
         return instance, None

@@ -355,7 +355,7 @@ def test_every_call_at_every_border(ranks: Ranks, size: int, backend: Backend) -
 def every_border() -> list[Case]:
     sizes = (0, 1, 3, *(b // 4 + d for b in (_SMALL_BYTES, CHUNK_BYTES) for d in (-1, 0, 1)), CHUNK_BYTES // 2 + 5)
     kinds = [(layout, numel) for numel in sizes for layout in ("contiguous", "strided", "arena")]
-    kinds.append(("contiguous", 2**20 + 3))  # goes in many chunks
+    kinds.append(("contiguous", 2**20 + 3))  # sent in many chunks
     return [
         Case(call, torch.float32, numel, "sum", i, layout, 0, later=False, seed=i)
         for call in CALLS
@@ -383,7 +383,7 @@ def random_sums(dtype: torch.dtype) -> str:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("size", [2, 4])  # over TCP, two ranks exchange whole tensors, and more form a ring
+@pytest.mark.parametrize("size", [2, 4])  # over TCP, two ranks exchange whole tensors; more ranks form a ring
 @ours
 def test_sums_have_the_same_bits_on_all_ranks(ranks: Ranks, size: int, dtype: torch.dtype, backend: Backend) -> None:
     assert len(set(ranks(size, random_sums, dtype, backend=backend))) == 1

@@ -46,7 +46,7 @@ def engine(plan: str) -> Any:
 
 
 def idle_waits_in_steps(plan: str) -> int:
-    """Waits of the host in some steps that left the device without a kernel to run."""
+    """Number of host waits in some steps that left the device without a kernel to run."""
     made, module = engine(plan), torch.get_device_module()
     batches = iter(made.loader)
     for _ in range(SETTLED):

@@ -64,7 +64,7 @@ def test_deltas_that_servers_sum_are_those_of_diloco(ranks: Ranks) -> None:
 
 @pytest.mark.parametrize("compress", ["", " compress=int8"])
 def test_sums_of_wide_buckets_have_the_same_bits_in_shared_memory(ranks: Ranks, compress: str) -> None:
-    how = (3, f"server{compress}", "fp32", 4096)  # larger than what every rank sums for itself
+    how = (3, f"server{compress}", "fp32", 4096)  # above the size up to which every rank sums whole tensors
     by_threads, in_memory = (ranks(3, trained, *how, backend=backend)[0] for backend in BACKENDS)
     assert in_memory[0] == by_threads[0]
     assert all(map(torch.equal, in_memory[1], by_threads[1]))

@@ -111,7 +111,7 @@ class RequestedSamples(Dataset[Any]):
             )
 
     def in_this_process(self, request: SampleRequest) -> Any:
-        """Read a batch; errors are raised."""
+        """Read a batch outside of loader processes, and raise its errors instead of returning them."""
         self.begin_epoch(request.epoch)
         return self._read(request)
 

@@ -39,7 +39,7 @@ from paceline.rank_environment import KEY_FD, RankEnvironment
 # settings a rank keeps freed memory, except blocks as large as the gradient of a big layer. benchmarks/overhead.py
 # measures the effect.
 ALLOCATOR = {"MALLOC_TRIM_THRESHOLD_": str(2**30), "MALLOC_MMAP_THRESHOLD_": str(2**25)}
-_MALLOPT = {"MALLOC_TRIM_THRESHOLD_": -1, "MALLOC_MMAP_THRESHOLD_": -3}  # numbers of mallopt(3)
+_MALLOPT = {"MALLOC_TRIM_THRESHOLD_": -1, "MALLOC_MMAP_THRESHOLD_": -3}  # parameters of mallopt(3)
 
 
 def keep_freed_memory() -> None:

@@ -50,10 +50,13 @@ def made_ready(engine: RankEngine, model: nn.Module, plan: Plan) -> nn.Module:
 
 
 def _move_state(optimizer: torch.optim.Optimizer) -> None:
-    """Move optimizer state to the device of its parameters, such as Adagrad's first state."""
+    """Move existing optimizer state to the device of its parameters.
+
+    Adagrad, for example, creates its state in the constructor, before the model is moved.
+    """
     for parameter, state in optimizer.state.items():
         if any(isinstance(kept, Tensor) and kept.dim() and kept.device != parameter.device for kept in state.values()):
-            # knows which state belongs on the device
+            # `load_state_dict` knows which state tensors belong on the device
             optimizer.load_state_dict(optimizer.state_dict())
             return
 

@@ -228,7 +228,7 @@ class Compute(ABC):
         """Return the mean loss of a microbatch and its share of the global batch.
 
         Args:
-            counted: the microbatch on the host, if its items are counted there.
+            counted: copy of the microbatch in which items are counted; None counts them in `part`.
 
         Raises:
             DataError: the loss cannot compare the target with the output; the message names the sample.
@@ -364,7 +364,7 @@ class WholeModel(Compute):
 
     def __init__(self, model: nn.Module, loss: Loss, loader: Loader, plan: Plan, group: Group, precision: str) -> None:
         super().__init__(model, loss, loader, plan, group, group, precision, None)
-        # the labels are on the host before they are on the device, and a count there costs no kernels
+        # the host has the labels before the device, and counting them on the host launches no kernels
         self.counts_on_host = is_accelerator(self.device) and self.normalization.is_count
         self.chunked(head_in(model, loader, loss, plan, precision), model)
         if precision == "fp8":

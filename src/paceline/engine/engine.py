@@ -127,7 +127,7 @@ class LateResult(StepResult):
         self._numbers: Callable[[], StepResult] | None = numbers
 
     def __getattr__(self, name: str) -> Any:
-        # Python calls this only for slots without a value, and for unknown names
+        # Python calls this method only for slots without a value and for unknown names
         if name not in _NUMBERS:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
         assert self._numbers is not None, "the numbers were read before"
@@ -294,7 +294,7 @@ class RankEngine:
         return result
 
     def numbers(self, begun: UnreadStep) -> StepResult:
-        """Wait for the numbers of a queued step, and return them unchecked."""
+        """Wait for the numbers of a queued step, and return them without a check."""
         reduced, norm = begun.read()
         timing = self.meter.ended(begun.step, reduced.slowest_busy_s, begun.own_busy_s)
         return StepResult(begun.step, reduced.loss, begun.total, norm, None, reduced.votes, timing)

@@ -83,7 +83,7 @@ class LossNormalization:
 
     @property
     def is_count(self) -> bool:
-        """Return True if the items are a known loss's labels, counted without weights."""
+        """Return True if the items are labels of a known loss without class weights."""
         known = declares_mean(self.loss) or is_known(self.loss)
         keywords = getattr(self.loss, "keywords", {})
         return self.counts and known and getattr(self.loss, "weight", keywords.get("weight")) is None

@@ -44,7 +44,7 @@ class PackedCheck:
 
     Attributes:
         remarks: messages to the user that are not recorded yet.
-        pending: True if the data set is packed and the check has not succeeded yet.
+        pending: True if the data set is packed and no check has succeeded yet.
     """
 
     def __init__(self, compute: Compute) -> None:

@@ -176,11 +176,15 @@ def in_order(parts: Sequence[float | Tensor], of_tensors: Sequence[float]) -> li
     return [x for part in parts for x in (islice(read, part.numel()) if isinstance(part, Tensor) else (part,))]
 
 
-_SMALL = 2**10  # elements; smaller tensors are joined, because a call for each would take longer than a copy
+# Tensors up to this number of elements are joined, because copying them is faster than one call for each tensor.
+_SMALL = 2**10
 
 
 def norms_of(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Return L2 norms whose own L2 norm is the norm of all tensors together."""
+    """Return L2 norms that combine to the L2 norm of all tensors.
+
+    The L2 norm of the returned norms is the norm of all tensors together. On CPUs, small tensors share one norm.
+    """
     if len(tensors) < 4 or on_accelerator(tensors[0]):
         return torch._foreach_norm(list(tensors)) if tensors else ()
     large: list[Tensor] = []
@@ -382,7 +386,7 @@ class UnreadStep:
     """A queued step whose signals and gradient norms are still on an accelerator.
 
     Args:
-        signals: reads the signals of a step that the engine computes; None if the loop computes the loss itself.
+        signals: the signals that the step has reduced; None if the loop computes the loss itself.
         parts: the signals, or the mean loss, followed by the gradient norms; floats are values that the host knows.
         norms: number of gradient norms at the end of `parts`; the norms are computed before gradients are rescaled.
         own_busy_s: this rank's busy seconds, as written to the signals.
@@ -462,10 +466,12 @@ class ReductionAhead(GradientReduction):
         return unread
 
     def queue_own(self, loss: Tensor, *, clip_norm: float | None) -> UnreadStep:
-        """Clip gradients that are already those of the mean loss, without waiting for the device.
+        """Clip gradients that need no rescaling, without waiting for the device.
+
+        Used by loops that compute the loss themselves. Their gradients are already gradients of the mean loss.
 
         Args:
-            loss: mean loss over all ranks, which the loop has computed.
+            loss: mean loss over all ranks.
             clip_norm: largest L2 norm of the whole gradient; None for no limit.
         """
         norms = norms_of(self.gradients)
@@ -478,7 +484,7 @@ class ReductionAhead(GradientReduction):
         return unread
 
     def _scale_and_clip(self, unread: UnreadStep, factor: float | Tensor, clip_norm: float | None) -> None:
-        """Multiply the gradients by `factor`, and clip them to the norm `clip_norm`, in one pass."""
+        """Multiply the gradients by `factor` and clip their norm to `clip_norm`, in one pass."""
         if clip_norm is not None and self.gradients:
             is_mean = not isinstance(factor, Tensor) and factor == 1.0
             norm = unread.norm() if is_mean else unread.norm() * factor

@@ -112,8 +112,8 @@ def on_device(batch: Any, device: torch.device) -> Any:
 def pinned(batch: Any) -> Any:
     """Copy the tensors of a batch into one block of pinned memory.
 
-    `place` and `on_device` then copy the whole batch to the device at once. A batch of another form than a tuple, list
-    or dict of tensors is pinned tensor by tensor.
+    `place` and `on_device` then copy the whole batch to the device in one transfer. Batches other than a plain tuple,
+    list or dict of contiguous tensors are pinned tensor by tensor.
     """
     tensors = _plain_tensors(batch)
     if tensors is None:
@@ -129,7 +129,7 @@ def pinned(batch: Any) -> Any:
 
 
 def _copied_together(batch: Any, device: torch.device) -> Any:
-    """Copy a batch of `pinned` to the device at once; return None for others."""
+    """Copy a batch from `pinned` to the device in one transfer; return None for others."""
     tensors = None if device.type == "cpu" else _plain_tensors(batch)
     if tensors is None:
         return None
@@ -137,7 +137,7 @@ def _copied_together(batch: Any, device: torch.device) -> Any:
     if storage.nbytes() != _block_bytes(tensors) or any(t.untyped_storage()._cdata != storage._cdata for t in tensors):
         return None
     block = torch.empty(0, dtype=torch.uint8).set_(storage).to(device, non_blocking=True).untyped_storage()
-    # `set_` and not views: a change in place of one tensor must not count as a change of the others
+    # `set_` instead of views, because autograd takes an in-place change of one view for a change of all views
     copies = [
         torch.empty(0, dtype=t.dtype, device=device).set_(block, t.storage_offset(), t.shape, t.stride())
         for t in tensors
@@ -162,7 +162,7 @@ def _aligned(nbytes: int) -> int:
     return -(-nbytes // _ALIGNED_BYTES) * _ALIGNED_BYTES
 
 
-_ALIGNED_BYTES = 512  # as memory that torch allocates on a GPU
+_ALIGNED_BYTES = 512  # alignment of torch's allocations on GPUs
 
 
 def nonfinite_rows(batch: Batch | None) -> list[int]:

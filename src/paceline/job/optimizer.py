@@ -393,7 +393,7 @@ class OptimizerSpec(Spec):
         return {option: getattr(self, option) for option in own} | low | _as_arguments(self.args)
 
 
-FUSED = ("sgd", "adam", "adamw", "adagrad")  # of torch.optim: those with a fused step
+FUSED = ("sgd", "adam", "adamw", "adagrad")  # optimizers of torch.optim that have a fused step
 BASE_LR = "base_lr"  # the group's learning rate before a schedule changes it
 
 

@@ -214,7 +214,7 @@ def even_shard(samples: int, replica: int, replicas: int) -> slice:
     return slice(ends[replica], ends[replica + 1])
 
 
-@lru_cache(256)  # a stream asks once for each batch
+@lru_cache(256)  # streams call this for every batch
 def even_shares(samples: int, replicas: int) -> tuple[int, ...]:
     """Divide a number of samples into nearly equal shares, one for each replica."""
     return tuple(np.diff(_cuts(_bounds(np.ones(replicas)), samples)).tolist())

@@ -379,7 +379,7 @@ class Loop:
         return self._act(info)
 
     def _act(self, info: StepInfo) -> str | None:
-        if info.busy_s:  # the step compared the ranks
+        if info.busy_s:  # the step reduced the ranks' busy times
             self.remarks.after_step(info)
             self.balancing.after_step(info)
         self.remarks.tell()

@@ -70,9 +70,9 @@ def compile_blocks(blocks: Sequence[nn.Module], mode: str, device: torch.device)
 
 
 def compile_calls(modules: Sequence[nn.Module], mode: str, device: torch.device) -> Undo:
-    """Compile a loop's own calls of modules; return a function that undoes this.
+    """Compile direct calls of modules, `module(…)`; return a function that undoes this.
 
-    Like `Module.compile`, this does not change copies of the modules, such as moving averages.
+    As with `Module.compile`, copies of the modules, such as moving averages, are not compiled.
 
     Raises:
         PlanError: as for `compile_blocks`.

@@ -243,9 +243,10 @@ def microbatches(step: Callable[[Any], T], batches: Iterable[Any], *, in_flight:
     """Run `step(batch)` for each microbatch, several at a time, and return the results.
 
     `step` runs the forward and backward pass of one microbatch. Stages on several hosts work on different microbatches
-    at the same time, like a pipeline without a schedule. In this process, one microbatch computes at a time, the
-    earliest that does not wait for a host. Gradients are summed in order of arrival, so the rounding differs from run
-    to run. The first error is raised after all microbatches in progress have ended.
+    at the same time, like a pipeline without a schedule. In this process, only one microbatch computes at a time. When
+    this microbatch waits for a host, the earliest microbatch that is ready continues. Gradients are summed in order of
+    arrival, so the rounding differs from run to run. The first error is raised after all microbatches in progress have
+    ended.
 
     Args:
         step: e.g. `lambda b: (loss(second(first(b.x)), b.y) / count).backward()`.

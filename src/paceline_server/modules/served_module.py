@@ -73,7 +73,7 @@ class ServedModule:
         self._training = module.training
         self._graphs: dict[tuple[str, int], _Graph] = {}
         self._gradients: dict[Context, dict[str, Tensor]] = {}
-        self._own: dict[Context, set[str]] = {}  # names of sums that are in memory of their own
+        self._own: dict[Context, set[str]] = {}  # names of sums that share memory with no other tensor
 
     def forward(self, caller: Caller, how: ForwardCall, args: Any, kwargs: Any) -> tuple[Any, list[int]]:
         """Return the detached outputs, and the positions of outputs that accept gradients."""
@@ -146,7 +146,7 @@ class ServedModule:
             for name, gradient in gradients.items():
                 if name in own and sums[name].layout == gradient.layout:
                     sums[name].add_(gradient)
-                elif name in sums:  # a first gradient may share its memory with another tensor
+                elif name in sums:  # the first gradient may share memory with another tensor
                     sums[name] = sums[name] + gradient
                     own.add(name)
                 else:
@@ -410,13 +410,13 @@ def drawing_from(seeds: torch.Generator | None) -> Iterator[None]:
 
 @contextmanager
 def _seeded(seed: int) -> Iterator[None]:
-    """Seed torch's generators, and restore them afterwards."""
+    """Seed torch's generators within this context, and restore their states on exit."""
     if torch.accelerator.is_available():
         with torch.random.fork_rng():
             torch.manual_seed(seed)
             yield
         return
-    # torch.manual_seed also notes a seed for devices that do not exist, which takes longer than a small forward pass
+    # `torch.manual_seed` also stores seeds for absent devices, which takes longer than a small forward pass
     before = torch.default_generator.get_state()
     torch.default_generator.manual_seed(seed)
     try:

@@ -1,7 +1,7 @@
-"""Turns of threads that run microbatches: one computes while the others wait.
+"""Turns of the threads that run microbatches; only one thread computes at a time.
 
-Threads that compute at the same time would share the cores and finish together, so that the other processes would first
-have nothing to do, and then all microbatches at once.
+Threads that compute at the same time share the cores, and finish at the same time. The serving processes would then
+first have no work, and later get all microbatches at once.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from contextlib import contextmanager
 
 
 class Turns:
-    """Order in which threads compute: the lowest number is next."""
+    """Order in which threads compute; the waiting thread with the lowest number is next."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -25,7 +25,7 @@ class Turns:
 
     @contextmanager
     def taken(self, number: int) -> Iterator[None]:
-        """Compute in this thread, except while it waits (`waiting`)."""
+        """Hold the turn within this context, except during `waiting`."""
         self.take(number)
         _own.turn = (self, number)
         try:
@@ -59,7 +59,7 @@ _own = threading.local()
 
 @contextmanager
 def waiting() -> Iterator[None]:
-    """Let another thread compute while this thread waits for another process."""
+    """Within this context, let other threads compute, because this thread waits."""
     turn: tuple[Turns, int] | None = getattr(_own, "turn", None)
     if turn is None:
         yield
@@ -72,15 +72,15 @@ def waiting() -> Iterator[None]:
         turns.take(number)
 
 
-_idle: dict[int, list[ThreadPoolExecutor]] = defaultdict(list)  # by number of threads
-os.register_at_fork(after_in_child=_idle.clear)  # a forked process has no such threads
+_idle: dict[int, list[ThreadPoolExecutor]] = defaultdict(list)  # idle pools by number of threads
+os.register_at_fork(after_in_child=_idle.clear)  # threads do not survive a fork
 
 
 @contextmanager
 def threads(count: int) -> Iterator[ThreadPoolExecutor]:
-    """Lend threads, and keep them for later calls.
+    """Lend a pool of threads within this context, and keep the pool for later calls.
 
-    The first passes in a new thread are slow.
+    Pools are kept because the first passes in a new thread are slow.
     """
     idle = _idle[count]
     pool = idle.pop() if idle else ThreadPoolExecutor(count, thread_name_prefix="paceline-microbatch")
@@ -93,7 +93,7 @@ def threads(count: int) -> Iterator[ThreadPoolExecutor]:
 
 
 def end_threads() -> None:
-    """End the kept threads."""
+    """End the threads of all idle pools."""
     for idle in _idle.values():
         while idle:
             idle.pop().shutdown()

@@ -46,10 +46,11 @@ from paceline_server.parameters.settings import ServerSettings, TensorSpec
 class ServerSums(AllReduce):
     """Sync rule that sums the gradients of all replicas on servers.
 
-    The result equals the result of `allreduce`. The ranks of the first `servers` replicas serve, and each server sums a
-    part of every bucket. Within a host, a server sums in shared memory while its replica waits. Between hosts, buckets
-    are pushed during the backward pass to threads of the servers' ranks. A server ends with its rank. If the rank is
-    lost, the ranks of the next generation take over the server's part.
+    The result equals the result of `allreduce`. The ranks of the first `servers` replicas are the servers, and each
+    server sums a part of every bucket. If all replicas share memory, a server sums in shared memory while its replica
+    waits. Otherwise, buckets are pushed to threads of the servers' ranks. Between CPUs of several hosts, the pushes
+    overlap the backward pass. A server ends with its rank. If the rank is lost, the ranks of the next generation take
+    over the server's part.
 
     Args:
         servers: number of servers.
@@ -130,7 +131,7 @@ class ServerDeltas(DiLoCo):
 
 
 def server_sum(group: Group, servers: int, compress: str = "none") -> ServerSum:
-    """Sum on servers, in shared memory if all ranks share it.
+    """Create the sums on servers, in shared memory if all ranks share memory.
 
     Every rank of the group must call this.
 
@@ -148,7 +149,7 @@ class ServerSum(OwnAllReduce):
 
     Attributes:
         servers: number of servers.
-        how: place of the sums, for the record.
+        how: where the servers sum, for the run's record.
     """
 
     name = "server"
@@ -201,15 +202,19 @@ class ServerSum(OwnAllReduce):
         self.group.count(sent_bytes, reduced_bytes=flat.nbytes)
 
     def sum_parts(self, flat: Tensor, coded: Sequence[Tensor | None]) -> None:
-        """Replace a flat tensor with its sum; parts may be encoded for their servers."""
+        """Replace a flat tensor with its sum over the ranks.
+
+        Args:
+            coded: the encoded part for each server; None for a part that is not encoded.
+        """
         raise NotImplementedError
 
 
 class MemorySum(ServerSum):
     """Sums on servers in the shared memory of a host.
 
-    The ranks that serve do not push and pull: each adds its part of every rank's tensor in place, while the other ranks
-    wait for the sum.
+    Nothing is pushed or pulled. Each server reads its part of every rank's tensor and writes the sum, while the other
+    ranks wait. Small tensors are summed by every rank.
     """
 
     how = " in shared memory"
@@ -217,7 +222,7 @@ class MemorySum(ServerSum):
     def __init__(self, group: Group, servers: int, compress: str) -> None:
         super().__init__(group, servers, compress)
         self._decode = None if compress == "none" else decoder(compress)
-        self._memory = group.copy()  # whose first ranks reduce
+        self._memory = group.copy()  # in this group, only the servers sum large tensors
         assert isinstance(self._memory.transport, SharedMemory)
         self._memory.transport.reduce_on(servers)
 
@@ -245,9 +250,9 @@ _sockets = count()  # numbers for the sums of this process
 
 
 class ServiceSum(ServerSum):
-    """Sums on servers in threads of the group's first ranks, to which all ranks push.
+    """Sums on servers in threads of the group's first ranks.
 
-    Each server adds in rank order.
+    All ranks push to the servers, and each server adds in rank order.
     """
 
     def __init__(self, group: Group, servers: int, compress: str) -> None:

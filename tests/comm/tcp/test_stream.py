@@ -131,7 +131,7 @@ def test_what_is_left_for_the_next_turn_shows_in_a_poll(monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("sealed", [True, False])
 def test_small_records_after_large_ones_show_in_a_poll(monkeypatch: pytest.MonkeyPatch, sealed: bool) -> None:
-    """A wait for the rest of a large record ends with that record, also if a turn of reading ends first."""
+    """After a wait for the rest of a large record, small records still wake the reader."""
     monkeypatch.setattr(stream_module, "_TURN_BYTES", 1)
     streams = ByteStream(Tape(1)), ByteStream(Tape(70_000))
     connect(*streams, sealed, over_tcp())

@@ -17,7 +17,7 @@ from simulated.environment import Simulated
 
 
 class Counting(nn.Module):
-    """A small network that counts its calls outside of compiled code."""
+    """A small network that counts its calls that are not compiled."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ def made() -> tuple[Counting, torch.optim.Optimizer, DataLoader[tuple[Tensor, ..
 
 
 def train(plan: str) -> tuple[list[float], Counting, Counting]:
-    """Losses of three steps, the model, and a copy of it that was made before the steps."""
+    """Losses of three steps, the model, and a copy of the model from before the steps."""
     model, optimizer, loader = made()
     engine = paceline.setup(model, optimizer, loader=loader, plan=plan)
     before, losses = copy.deepcopy(model), []
@@ -61,7 +61,7 @@ def test_the_calls_of_the_loop_are_compiled_and_those_of_a_copy_are_not() -> Non
     inputs = torch.ones(2, 8)
     assert torch.equal(before(inputs), made()[0](inputs)), "a copy has its own weights"
     model(inputs)
-    assert (before.eager, model.eager) == (1, 1), "after close, the model is as it was"
+    assert (before.eager, model.eager) == (1, 1), "after close, the model is no longer compiled"
 
 
 def test_graphs_are_refused_where_the_device_has_none() -> None:

@@ -93,7 +93,13 @@ def test_two_ranks_train_as_one_process(simulated: Simulated) -> None:
 
 
 class Watched(NamedTuple):
-    """What a rank saw: finite losses by `on_step`, the step that was computed when the error came, and its code."""
+    """What a rank saw.
+
+    Attributes:
+        losses: finite losses that `on_step` got.
+        computed: number of batches before the error.
+        code: code of the error.
+    """
 
     losses: list[float]
     computed: int
@@ -101,7 +107,7 @@ class Watched(NamedTuple):
 
 
 def until_an_error(way: str, bad: int) -> Watched:
-    """Train on batches of which one has NaN; the first rank alone reads the numbers of every step."""
+    """Train until the NaN in batch `bad` raises an error; only the first rank reads every step's numbers."""
     torch.manual_seed(0)
     model = nn.Linear(8, 8)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -136,13 +142,13 @@ def until_an_error(way: str, bad: int) -> Watched:
 @pytest.mark.parametrize("bad", [1, 2])
 def test_a_loss_that_is_not_finite_ends_all_ranks_at_one_step(simulated: Simulated, way: str, bad: int) -> None:
     first, second = (Watched(*watched) for watched in simulated.ranks(2, until_an_error, way, bad))
-    # the next step is queued before the numbers are read; after the last step, `close` reads them
+    # the next step is queued before the numbers are checked; `close` checks the numbers of the last step
     assert (first.computed, first.code) == (second.computed, second.code) == (3, "nonfinite.stopped")
     assert len(first.losses) == (0 if way == "optimizer" else bad)
 
 
 class Noting:
-    """A tracker that keeps what it gets."""
+    """A tracker that keeps the numbers of the logged steps."""
 
     id = "noting"
 
@@ -157,7 +163,7 @@ class Noting:
 
 
 def logged() -> list[int]:
-    """Steps that a tracker has got when it is closed before the engine, and how often the device ran dry."""
+    """Steps that a tracker got before it was closed, and the number of waits that left the device idle."""
     torch.manual_seed(0)
     model, tracker, module = nn.Linear(8, 8), Noting(), torch.get_device_module("sim")
     log = LoopTracker("noting", tracker)
@@ -180,7 +186,7 @@ def test_a_tracker_gets_every_step_and_makes_none_wait(simulated: Simulated) -> 
 
 
 def kinds_of_steps(name: str) -> list[bool]:
-    """Whether the optimizer of a job on this rank's device is fused, and its state is there."""
+    """Whether a job's optimizer is fused, and whether its state is on the device."""
     momentum = {"momentum": 0.9} if name == "sgd" else {}
     run_job = small_job(optimizer={"name": name, "lr": 0.1, **momentum})
     data = run_job.data.build(input_shape=None, seed=0)
@@ -201,7 +207,7 @@ def test_jobs_on_accelerators_take_the_fused_step_where_torch_has_one(
 
 
 def copies_of_a_batch() -> list[int]:
-    """Copies to the device for a pinned batch, by the form of the batch; each arrives as it is."""
+    """Number of copies to the device for each form of pinned batch, after a check of the copied values."""
     device, module = torch.device("sim", 0), torch.get_device_module("sim")
     inputs, labels = torch.randn(3, 5), torch.arange(3)
     batches: list[Any] = [(inputs, labels), {"x": inputs, "y": labels, "z": labels[:0]}, Pair(inputs, labels), inputs]
@@ -220,7 +226,7 @@ def copies_of_a_batch() -> list[int]:
     first, second = on_device(pinned((inputs, inputs)), device)
     weight = torch.ones((), device=device, requires_grad=True)
     products = weight * second
-    first.add_(1)  # a change that autograd must not take for one of `second`
+    first.add_(1)  # autograd must not take this for a change of `second`
     products.sum().backward()
     shares = list(split(pinned((inputs, labels)), 3))
     assert torch.equal(on_device(shares[1], device)[0].cpu(), inputs[1:2])

@@ -8,8 +8,8 @@ A tensor that is in shared memory (an arena) on every rank is reduced in place. 
 tensor from all ranks' memory and writes the result to all ranks, so every byte moves once. Other tensors are copied
 through the slots in chunks that stay in the cache, with the reduce-scatter and all-gather of Rabenseifner, 2004
 ("Optimization of Collective Reduction Operations"). Every element is reduced by one rank, or by all ranks in the same
-order. Therefore, the result has the same bits on all ranks. Large all-reduces use all ranks (`reducers`), or only the
-first ranks if these serve sums.
+order. Therefore, the result has the same bits on all ranks. The work of a large all-reduce is divided over all ranks,
+or over the first `reducers` ranks if only these ranks serve sums.
 """
 
 from __future__ import annotations

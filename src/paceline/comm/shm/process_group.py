@@ -140,9 +140,9 @@ class SharedMemory(Transport):
         self._group._collectives.forget(number)
 
     def reduce_on(self, ranks: int) -> None:
-        """Let only the first `ranks` ranks reduce large tensors.
+        """Divide the work of large all-reduces over only the first `ranks` ranks.
 
-        Every rank must call this at the start.
+        Every rank must call this before the first collective.
         """
         self._group._collectives.reducers = ranks
 

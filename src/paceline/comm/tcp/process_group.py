@@ -1,9 +1,9 @@
 """The process group `tcp`: c10d's collectives and messages between ranks on several hosts.
 
-Every rank sends small tensors directly to every other rank, with a single wait, as do two ranks with tensors of any
-size. Otherwise, large tensors go around a ring in chunks, and one chunk is added while the next chunk is in transit.
-Every element is added along one chain of ranks, or by all ranks in the same order. Therefore, the result has the same
-bits on all ranks.
+Every rank sends small tensors directly to every other rank, with a single wait. Large tensors go around a ring in
+chunks, and one chunk is added while the next chunk is in transit. In an all-reduce of two ranks, the ranks exchange
+whole tensors instead. Every element is added along one chain of ranks, or by all ranks in the same order. Therefore,
+the result has the same bits on all ranks.
 """
 
 from __future__ import annotations
@@ -108,8 +108,8 @@ def _message(flat: Tensor, tag: int) -> CurrentCall:
 _SMALL_BYTES = 2**16  # limit in bytes up to which a rank sends a tensor directly to all other ranks
 _CHUNK_BYTES = (2**17, 2**20)  # smallest and largest
 _CHUNKS = 8  # minimum number of chunks per rank's share, unless the chunks would be too small
-_SWAP_BYTES = 2**20  # size of a chunk between two ranks
-_AHEAD_BYTES = 2**22  # bytes sent ahead around the ring: the volume of a link of 1 Gbit/s in 30 ms
+_SWAP_BYTES = 2**20  # size of a chunk in an all-reduce of two ranks
+_AHEAD_BYTES = 2**22  # bytes in transit at a time: the volume of a link of 1 Gbit/s in 30 ms
 
 
 class TcpCollectives(Collectives):
@@ -236,9 +236,9 @@ class TcpCollectives(Collectives):
         yield from self._done(sends)
 
     def _swap(self, call: CurrentCall, tensor: Tensor, reduction: Reduction) -> Steps:
-        """Send a whole tensor to the only other rank, and add its tensor.
+        """Exchange whole tensors with the only other rank, and add both.
 
-        A ring of two ranks sends as many bytes, but its second step waits for the first.
+        A ring of two ranks sends the same number of bytes, but its second step waits for its first step.
         """
         chunks = tensor.split(max(1, _SWAP_BYTES // tensor.element_size()))
         buffers = [torch.empty_like(chunk) for chunk in chunks[: _AHEAD_BYTES // _SWAP_BYTES]]

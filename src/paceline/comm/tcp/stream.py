@@ -7,12 +7,14 @@ header (number of bytes that follow, number of bytes received so far) and the by
 `wire.connection`, these frames carry positions instead of whole messages. Tensors are sent from and received into their
 own memory.
 
-On the connection, the bytes are encrypted with AES-128-GCM, or sent in plaintext if encryption is off. Each direction
-of each connection has a separate random key, which is exchanged in the handshake. A record consists of length,
-ciphertext and tag, and its nonce is the record's number. If a record was changed, repeated, omitted, moved, or taken
-from another direction or connection, the tag does not match. While a record is incomplete, the kernel does not wake the
-receiver before the rest has arrived (`SO_RCVLOWAT`). TLS records offer the same protection at several
+On the connection, the bytes are encrypted with AES-128-GCM (NIST SP 800-38D), or sent in plaintext if encryption is
+off. Each direction of each connection has a separate random key, which is exchanged in the handshake. A record consists
+of length, ciphertext and tag, and its nonce is the record's number. If a record was changed, repeated, omitted, moved,
+or taken from another direction or connection, the tag does not match. TLS records offer the same protection at several
 times the cost, because Python's `ssl` copies every 16 KiB several times.
+
+If a record has arrived only in part, the kernel wakes the receiver when the rest of the record has arrived
+(`SO_RCVLOWAT`), instead of for every packet.
 """
 
 from __future__ import annotations
@@ -70,7 +72,7 @@ class Wire:
         """Pass the pending bytes to the kernel."""
 
     def pause(self) -> None:
-        """Prepare for a wait in `poll`, after all available bytes were read."""
+        """Prepare the connection for a wait in `poll`."""
 
     def send(self, parts: list[memoryview]) -> int:
         """Accept bytes from the beginning of `parts`, and return the number of accepted bytes."""
@@ -100,7 +102,7 @@ class SealedWire(Wire):
         self._begin = self._end = 0  # range of the content of `_in`
         self._opened = _memory(RECORD_BYTES)
         self._rest = self._opened[:0]  # decrypted bytes that have not been read yet
-        self._awaited = 1  # number of bytes from which the kernel reports the socket as readable
+        self._awaited = 1  # bytes that must arrive before the kernel reports the socket as readable
 
     @property
     def pending(self) -> bool:
@@ -163,7 +165,7 @@ class SealedWire(Wire):
         return count
 
     def pause(self) -> None:
-        """Let `poll` report the connection only once the rest of the current record has arrived."""
+        """Let `poll` report the connection only when the rest of the current record has arrived."""
         there = self._end - self._begin
         whole = _SEALING_BYTES + _LENGTH.unpack_from(self._in, self._begin)[0] if there >= _LENGTH.size else 0
         awaited = max(1, whole - there)

@@ -109,7 +109,7 @@ class Engine(RankEngine):
         self.shares = LossShares(self.loaders, self.data_group, self.device)
         self._compiled: Callable[[], object] = lambda: None  # undoes `compile=`
         if loss is None and split is None and plan.compile != "off":
-            # the loop calls the models, so the calls are compiled and not the engine's own forward pass
+            # the loop calls the models itself, so these calls are compiled instead of the engine's forward pass
             several = isinstance(model, (nn.ModuleList, nn.ModuleDict))
             self.compute.forward = model
             self._compiled = compile_calls(list(model.children()) if several else [model], plan.compile, self.device)
@@ -221,11 +221,13 @@ class Engine(RankEngine):
             clip_value: maximum absolute value of each gradient element; applied before `clip_norm`.
 
         Returns:
-            The result of the step, the same on every rank. On accelerators, its numbers are read when first used.
+            The result of the step, the same on every rank. On accelerators, the first access to its numbers waits for
+                the device.
 
         Raises:
             NonFiniteError: a gradient or the loss is not finite, and the policy is `stop`, or 20 updates in a row were
-                skipped. Nothing was updated. On accelerators, the policy `stop` raises this error one step later.
+                skipped. Nothing was updated. On accelerators, however, the policy `stop` raises this error one step
+                later, after the update.
             JobError: none of these optimizers has gradients to apply.
         """
         stepped = self.steps.numbers(optimizers)
@@ -286,11 +288,12 @@ class Engine(RankEngine):
             batch: this rank's batch from `engine.loader`; None if this rank's share is empty.
 
         Returns:
-            The result of the step. On accelerators, its numbers are read when first used.
+            The result of the step. On accelerators, the first access to its numbers waits for the device.
 
         Raises:
             NonFiniteError: the loss or a gradient is not finite, and the policy is `stop`, or 20 updates in a row were
-                skipped. Nothing was updated. On accelerators, the policy `stop` raises this error one step later.
+                skipped. Nothing was updated. On accelerators, however, the policy `stop` raises this error one step
+                later, after the update.
             JobError: `setup` was not given a loss.
         """
         if not self.has_loss:
@@ -306,16 +309,16 @@ class Engine(RankEngine):
         return self._told(begun)
 
     def _told(self, begun: StepResult | UnreadStep) -> StepResult:
-        """Return the result of a step, and give it to `on_step`."""
+        """Return the result of a step, after passing it to the callbacks in `on_step`."""
         result = self._late(begun) if isinstance(begun, UnreadStep) else begun
         for callback in self.on_step:
             callback(result)
         return result
 
     def _late(self, begun: UnreadStep) -> StepResult:
-        """Return the result of a queued step, and check the step before.
+        """Return the result of a queued step, and check the previous step.
 
-        The device computes the queued step while the host reads the numbers of the step before.
+        The device computes the queued step while the host reads the numbers of the previous step.
         """
         self._check_newest()
         result = LateResult(begun.step, begun.total, partial(self.numbers, begun))
@@ -323,7 +326,7 @@ class Engine(RankEngine):
         return result
 
     def _check_newest(self) -> None:
-        """Check the newest step's numbers unless that was done; every rank calls it."""
+        """Check the newest step's numbers, if they are not checked yet; every rank calls it."""
         unread, self._unread = self._unread, None
         if unread is not None:
             self.on_phase("sync", self.step_count)
@@ -331,7 +334,7 @@ class Engine(RankEngine):
             self.on_phase("data", self.step_count + 1)
 
     def _check_before(self, step: int) -> None:
-        """Check the newest step before a step that compares replicas or verifies the loss."""
+        """Check the newest step if `step` compares replicas, or verifies the loss or model."""
         if self._unread is not None and self.examines(step):
             self._check_newest()
 
@@ -491,7 +494,12 @@ class Engine(RankEngine):
         self.shares.forget()
 
     def close(self) -> None:
-        """Remove paceline's hooks from the model and the optimizers."""
+        """Remove paceline's hooks from the model and the optimizers.
+
+        Raises:
+            NonFiniteError: on accelerators, the loss or gradient of the last step is not finite, and the policy is
+                `stop`.
+        """
         _OPEN.discard(self)
         with ExitStack() as held:
             held.callback(super().close)
@@ -569,7 +577,7 @@ class Engine(RankEngine):
 
 
 def check_open() -> None:
-    """Check the newest steps of open engines when a script ends without an error."""
+    """Check the newest step of each open engine, unless an error has ended the script."""
     for engine in list(_OPEN) if getattr(sys, "last_value", None) is None else ():
         engine._check_newest()
 

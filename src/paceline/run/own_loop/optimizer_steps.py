@@ -367,7 +367,7 @@ class LossShares:
             local_steps: whether each replica steps with the gradient of its own mean loss.
         """
         alone = self.data_group.size == 1
-        # one rank has nothing to sum, and a conversion would be one more kernel
+        # a single rank sums nothing, and a conversion would launch another kernel
         wide = widest_float(self.device) if not (alone and on_accelerator(loss)) else _at_least_float32(loss.dtype)
         own = loss.detach().to(wide).reshape(())
         if items is None:

@@ -154,7 +154,7 @@ def _join(plan: AnyPlan, deadline_s: float) -> tuple[Plan, Group]:
     group = join(deadline_s=deadline_s, transport="auto" if asked is None else asked.transport)
     atexit.register(leave, group)
     atexit.unregister(check_open)
-    atexit.register(check_open)  # before `leave`
+    atexit.register(check_open)  # registered last, so it runs before `leave`
     if group.size > 1:
         tell_in_one_line(group.rank)
     chosen = Plan(dp=group.size) if asked is None else asked

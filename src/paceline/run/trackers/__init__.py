@@ -210,9 +210,9 @@ def scalars(result: StepResult) -> dict[str, float]:
 class LoopTracker:
     """Callback that logs steps to a tracker in a separate thread.
 
-    A step only puts its numbers into a queue. An error of the tracker is reported once, and training continues without
-    the tracker. `close` closes the tracker; otherwise the end of the process closes it. If an exception ends the
-    process, the run is logged as failed.
+    A call only puts the numbers of the previous step into a queue. An error of the tracker is reported once, and
+    training continues without the tracker. `close` closes the tracker; otherwise the end of the process closes it. If
+    an exception ends the process, the run is logged as failed.
 
     Args:
         tracker: the tracker; None on ranks that do not log.
@@ -230,7 +230,7 @@ class LoopTracker:
             atexit.register(self._close_at_exit)
 
     def __call__(self, result: StepResult) -> None:
-        """Log the step before, whose numbers have left the accelerator meanwhile."""
+        """Log the previous step, whose numbers the host has already read."""
         if self._thread is not None:
             self._put_newest()
             self._newest = result
