@@ -53,6 +53,51 @@ def test_a_draw_within_a_sample_is_seen_and_undone(draw: Callable[[], object]) -
     assert [draw() for _ in range(3)] == following
 
 
+def test_draws_are_seen_while_a_normal_number_of_numpy_waits() -> None:
+    np.random.seed(1)
+    np.random.randn()
+    second = states()
+    for _ in range(3):
+        with SampleRandom() as sample:
+            np.random.randn()
+            assert sample.drew()
+    following = np.random.randn()
+    restore(second)
+    assert np.random.randn() == following
+
+
+def test_a_waiting_normal_number_that_other_code_restores_is_seen() -> None:
+    np.random.seed(1)
+    np.random.randn()
+    waiting = np.random.get_state()
+    second = np.random.randn()
+    states()
+    np.random.set_state(waiting)
+    with SampleRandom() as sample:
+        assert np.random.randn() == second
+        assert sample.drew()
+    with SampleRandom():
+        np.random.randn()
+    assert np.random.randn() == second
+
+
+@pytest.mark.parametrize("kind", [np.random.MT19937, np.random.PCG64])
+def test_other_generators_of_numpy_are_kept(kind: type[np.random.BitGenerator]) -> None:
+    before = np.random.get_bit_generator()  # type: ignore[attr-defined]
+    np.random.set_bit_generator(kind(3))  # type: ignore[attr-defined]
+    try:
+        found = states()
+        with SampleRandom() as sample:
+            assert not sample.drew()
+            drawn = np.random.rand()
+            assert sample.drew()
+        assert np.random.rand() == drawn
+        restore(found)
+        assert np.random.rand() == drawn
+    finally:
+        np.random.set_bit_generator(before)  # type: ignore[attr-defined]
+
+
 def test_the_second_of_two_normal_numbers_of_python_is_seen() -> None:
     random.seed(1)
     random.gauss(0, 1)

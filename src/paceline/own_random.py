@@ -111,40 +111,29 @@ def restore(found: tuple[Any, Any, torch.Tensor]) -> None:
         random.setstate(python)
     else:
         memory.raw, instance.gauss_next = python
-    bits, memory = _numpy_memory()
-    if memory is None:
+    bits, memory, normal = _numpy_memory()
+    if memory is not None:
+        memory.raw, normal.raw = of_numpy
+    elif isinstance(of_numpy, dict):
         bits.state = of_numpy
-    elif _numpy_state() is not of_numpy:
+    else:
         np.random.set_state(of_numpy)
     torch.set_rng_state(of_torch)
 
 
 def _equal(one: tuple[Any, Any, torch.Tensor], other: tuple[Any, Any, torch.Tensor]) -> bool:
-    if one[0] != other[0] or (one[1] is not other[1] and repr(one[1]) != repr(other[1])):
-        return False
+    for of_numpy in (one[1], other[1]):
+        if isinstance(of_numpy, dict) or not isinstance(of_numpy[0], bytes):  # arrays have no truth value
+            return one[0] == other[0] and repr(one[1:]) == repr(other[1:])
     # `torch.equal` takes four times as long
-    return one[2].numpy().tobytes() == other[2].numpy().tobytes()
-
-
-_seen: tuple[bytes, Any] = (b"", None)  # NumPy's last known state: its bytes, and the result of `get_state`
+    return one[:2] == other[:2] and one[2].numpy().tobytes() == other[2].numpy().tobytes()
 
 
 def _numpy_state() -> Any:
-    """Return NumPy's state, in the form of `get_state` for a Mersenne Twister.
-
-    `get_state` is slow, so it is called only if the state may have changed since the last call.
-    """
-    global _seen
-    bits, memory = _numpy_memory()
-    if memory is None:
-        return bits.state
-    raw = memory.raw
-    # Item 3 is 1 if NumPy keeps a second normal number for the next call. Taking this number does not change the bytes.
-    if _seen[0] != raw or _seen[1][3]:
-        state: Any = np.random.get_state()
-        same = _seen[0] == raw and _seen[1][3:] == state[3:]
-        _seen = _seen if same else (raw, state)
-    return _seen[1]
+    bits, memory, normal = _numpy_memory()
+    if memory is not None:
+        return memory.raw, normal.raw
+    return np.random.get_state() if type(bits) is np.random.MT19937 else bits.state
 
 
 @functools.cache
@@ -161,12 +150,41 @@ def _python_memory() -> tuple[Any, Any]:
     return instance, memory if random.getstate()[1] == (*key, position) else None
 
 
-def _numpy_memory() -> tuple[Any, Any]:
-    """Return NumPy's generator, and its state in memory if it is a Mersenne Twister."""
+def _numpy_memory() -> tuple[Any, Any, Any]:
+    """Return NumPy's generator, its state in memory, and the normal number that waits there.
+
+    The places in memory are None if the generator is not a Mersenne Twister, or the memory layout is unknown.
+    """
     bits: Any = np.random.get_bit_generator()  # type: ignore[attr-defined]  # public, but not in its stubs' list
-    if type(bits) is not np.random.MT19937:
-        return bits, None
-    return bits, _Memory.from_address(bits.ctypes.state_address)
+    if type(bits) is not np.random.MT19937 or (normal := _waiting_normal()) is None:
+        return bits, None, None
+    return bits, _Memory.from_address(bits.ctypes.state_address), normal
+
+
+@functools.cache
+def _waiting_normal() -> Any:
+    """Find where NumPy keeps the second of two normal numbers for the next call.
+
+    `np.random` draws normal numbers in pairs, and its generator's state does not show whether one of them waits. The
+    number and its flag follow a pointer from NumPy's object into itself. None if there is no such place.
+    """
+    instance: Any = np.random.randn.__self__  # type: ignore[attr-defined]
+    start, before = id(instance), np.random.get_state()
+    words = struct.unpack(
+        f"{type(instance).__basicsize__ // 8}Q", ctypes.string_at(start, type(instance).__basicsize__)
+    )
+    places = [start + 8 * (i + 1) for i, word in enumerate(words[:-2]) if start < word < start + 8 * i]
+    found = [(ctypes.c_char * 16).from_address(place) for place in places]
+    try:
+        for waits in (1, 0):
+            np.random.seed(0)
+            numbers = np.random.randn(2 - waits)
+            kept: Any = np.random.get_state()
+            expected = [waits] if len(numbers) == 2 else [waits, kept[4]]
+            found = [m for m in found if [*struct.unpack("ixxxxd", m.raw)][: len(expected)] == expected]
+    finally:
+        np.random.set_state(before)
+    return found[0] if len(found) == 1 else None
 
 
 def seed_from(*key: int) -> None:
