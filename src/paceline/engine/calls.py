@@ -33,7 +33,8 @@ def made_ready(engine: RankEngine, model: nn.Module, plan: Plan) -> nn.Module:
         engine.rows = keep_rows(engine, model, plan)
         model = prepared(model, settings.batch_norm, engine.precision, engine.group, engine.rows)
         model.to(engine.device)
-    _move_state(engine.optimizer)
+    for optimizer in getattr(engine.optimizer, "optimizers", [engine.optimizer]):
+        _move_state(optimizer)
     refuse_sparse_adam(engine, plan)
     for outside in engine.extra.values():
         wide = torch.float64 if engine.precision == "fp64" and outside.is_floating_point() else None

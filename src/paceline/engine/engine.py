@@ -136,6 +136,10 @@ class LateResult(StepResult):
             setattr(self, number, getattr(numbers, number))
         return getattr(self, name)
 
+    def __reduce__(self) -> tuple[type[StepResult], tuple[Any, ...]]:
+        # a copy has the numbers, not the function that reads them
+        return StepResult, tuple(getattr(self, field.name) for field in fields(StepResult))
+
 
 _NUMBERS = {field.name for field in fields(StepResult)} - {"step", "samples"}
 

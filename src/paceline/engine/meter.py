@@ -135,6 +135,8 @@ class Meter:
 
     def ended(self, step: int, slowest_busy_s: float, own_busy_s: float) -> Timing | None:
         """Return the times of a step that the accelerator has completed; None if untimed."""
+        while self._unread and self._unread[0][0].step < step:  # an error ended an earlier step
+            self._unread.popleft()
         if not self._unread or self._unread[0][0].step != step:
             return None
         self._unread[0][0].parts_s[IMBALANCE] = max(slowest_busy_s - own_busy_s, 0.0)

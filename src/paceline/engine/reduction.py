@@ -474,8 +474,10 @@ class ReductionAhead(GradientReduction):
             loss: mean loss over all ranks.
             clip_norm: largest L2 norm of the whole gradient; None for no limit.
         """
-        norms = norms_of(self.gradients)
-        if self.split is not None:
+        norms: Sequence[Tensor]
+        if self.split is None:
+            norms = norms_of(self.gradients)
+        else:
             square = self.split.gradient_square()
             self.world.all_reduce(square)
             norms = [square.sqrt()]

@@ -241,7 +241,8 @@ class OptimizerSpec(Spec):
 
         torch 2.13's fused SGD with momentum does not.
         """
-        return self.name.lower() != "sgd" or not (self.momentum or self.args.get("momentum"))
+        settings = [self.args, *(group.settings for group in self.groups)]
+        return self.name.lower() != "sgd" or not (self.momentum or any(own.get("momentum") for own in settings))
 
     @property
     def state_tensors(self) -> float:

@@ -14,6 +14,10 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
+# Seconds after which a thread computes without its turn: the thread that has the turn may wait for this thread, for
+# example for a lock that the loop's code holds.
+_PATIENCE_S = 5.0
+
 
 class Turns:
     """Order in which threads compute; the waiting thread with the lowest number is next."""
@@ -26,24 +30,31 @@ class Turns:
     @contextmanager
     def taken(self, number: int) -> Iterator[None]:
         """Hold the turn within this context, except during `waiting`."""
-        self.take(number)
-        _own.turn = (self, number)
+        _own.turn = (self, number, self.take(number))
         try:
             yield
         finally:
-            _own.turn = None
-            self.give()
+            (_, _, has_turn), _own.turn = _own.turn, None
+            if has_turn:
+                self.give()
 
-    def take(self, number: int) -> None:
-        """Wait for this thread's turn."""
+    def take(self, number: int) -> bool:
+        """Wait for this thread's turn; return False if it did not come in time."""
         with self._lock:
             if not self._is_taken:
                 self._is_taken = True
-                return
+                return True
             given = threading.Lock()
             given.acquire()
             heapq.heappush(self._waiting, (number, given))
-        given.acquire()
+        if given.acquire(timeout=_PATIENCE_S):
+            return True
+        with self._lock:
+            if (number, given) not in self._waiting:  # the turn came just now
+                return True
+            self._waiting.remove((number, given))
+            heapq.heapify(self._waiting)
+            return False
 
     def give(self) -> None:
         """End this thread's turn."""
@@ -60,16 +71,17 @@ _own = threading.local()
 @contextmanager
 def waiting() -> Iterator[None]:
     """Within this context, let other threads compute, because this thread waits."""
-    turn: tuple[Turns, int] | None = getattr(_own, "turn", None)
+    turn: tuple[Turns, int, bool] | None = getattr(_own, "turn", None)
     if turn is None:
         yield
         return
-    turns, number = turn
-    turns.give()
+    turns, number, has_turn = turn
+    if has_turn:
+        turns.give()
     try:
         yield
     finally:
-        turns.take(number)
+        _own.turn = (turns, number, turns.take(number))
 
 
 _idle: dict[int, list[ThreadPoolExecutor]] = defaultdict(list)  # idle pools by number of threads

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import math
+import os
+import pickle
+import subprocess
+import sys
 from collections.abc import Callable, Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -19,6 +24,7 @@ from paceline.comm.backend import join
 from paceline.engine.engine import StepResult
 from paceline.errors import NonFiniteError
 from paceline.job.batch import on_device, pinned, place, split
+from paceline.job.optimizer import OptimizerSpec
 from paceline.planning.plan import Plan
 from paceline.run.build import build_engine
 from paceline.run.trackers import LoopTracker
@@ -147,6 +153,58 @@ def test_a_loss_that_is_not_finite_ends_all_ranks_at_one_step(simulated: Simulat
     assert len(first.losses) == (0 if way == "optimizer" else bad)
 
 
+ENDS_WITH_NAN = """
+import math, torch, torch.nn.functional as F, paceline
+from torch.utils.data import DataLoader, TensorDataset
+
+def train():
+    model = torch.nn.Linear(2, 2)
+    inputs = torch.ones(6, 2)
+    inputs[4] = math.nan
+    loader = DataLoader(TensorDataset(inputs, torch.zeros(6, dtype=torch.int64)), batch_size=2)
+    engine = paceline.setup(model, torch.optim.SGD(model.parameters(), lr=0.1), loss=F.cross_entropy, loader=loader)
+    for batch in engine.loader:
+        engine.step(batch)
+    print(engine.device.type, "end of the loop")
+
+train()
+"""
+
+
+def test_a_script_whose_last_step_is_not_finite_fails(simulated: Simulated, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(ENDS_WITH_NAN)
+    environment = {**os.environ, **simulated.environment(devices=1)}
+    ended = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, timeout=120)
+    assert ended.stdout == "sim end of the loop\n"
+    assert ended.returncode == 1, ended.stderr
+
+
+def numbers_of_a_loss() -> list[float]:
+    """Losses that a loop computes on the host, and changes afterwards; and the copy of a result."""
+    torch.manual_seed(0)
+    model = nn.Linear(8, 8)
+    loader: DataLoader[Any] = DataLoader(samples(), batch_size=8)  # type: ignore[arg-type]
+    engine = paceline.setup(model, torch.optim.SGD(model.parameters(), lr=0.1), loader=loader)
+    found: list[float] = []
+    for number, batch in enumerate(engine.loader):
+        loss = F.cross_entropy(model(batch.inputs), batch.labels)
+        if number == 0:
+            loss = loss.cpu()
+        found.append(loss.item())
+        engine.backward(loss)
+        loss.data.mul_(2)
+        result = engine.update()
+        found.append(pickle.loads(pickle.dumps(result)).loss if number == 2 else result.loss)
+    engine.close()
+    return found
+
+
+def test_a_result_has_the_loss_that_was_passed(simulated: Simulated) -> None:
+    ((*found,),) = simulated.ranks(1, numbers_of_a_loss)
+    assert found[1::2] == pytest.approx(found[::2], rel=1e-6)
+
+
 class Noting:
     """A tracker that keeps the numbers of the logged steps."""
 
@@ -197,6 +255,11 @@ def kinds_of_steps(name: str) -> list[bool]:
     state = [kept for held in engine.optimizer.state.values() for kept in held.values() if kept.dim()]
     engine.close()
     return [bool(engine.optimizer.defaults.get("fused")), {kept.device.type for kept in state} == {engine.device.type}]
+
+
+def test_a_group_with_momentum_is_not_fused_by_itself() -> None:
+    group = {"match": ["*.bias"], "momentum": 0.9}
+    assert not OptimizerSpec.model_validate({"name": "sgd", "lr": 0.1, "groups": [group]}).may_fuse
 
 
 @pytest.mark.parametrize(("name", "fused"), [("adamw", True), ("Adagrad", True), ("RMSprop", False), ("sgd", False)])

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from paceline.errors import DeadlineError, PacelineError, RemoteError
 from paceline.job.spec import load_object
+from paceline_server.modules import turns
 from paceline_server.modules.host import Host, connect
 from paceline_server.modules.module import context, microbatches, module, optimizer
 
@@ -285,6 +286,18 @@ def test_one_microbatch_computes_here_while_others_wait_for_hosts(there: Host) -
         return float(sum(microbatches(lambda part: tower(part).sum().item(), [batch, batch])))
 
     assert len(microbatches(step, list(torch.ones(6, 2, 4, dtype=torch.float64)))) == 6
+
+
+def test_microbatches_that_wait_for_each_other_end(there: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(turns, "_PATIENCE_S", 0.1)
+    tower, both, lock = module(there, path_of("Tower"), seed=2), threading.Barrier(2, timeout=30), threading.Lock()
+
+    def step(batch: Tensor) -> float:
+        both.wait()
+        with lock:
+            return float(tower(batch).sum())
+
+    assert len(microbatches(step, list(torch.ones(4, 2, 4, dtype=torch.float64)), in_flight=2)) == 4
 
 
 @pytest.mark.parametrize("fault", ["raise", "backward raise"])

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, overload
@@ -44,12 +44,14 @@ from paceline.run.own_loop.optimizer_steps import (
     summed_apart,
 )
 from paceline.run.own_loop.state import Measure, evaluate, mean_loss, own_batches
+from paceline.run.process import fail
 from paceline.split.remat import compile_calls
 from paceline.sync.rows import numbers_of
 
 OnStep = Callable[[StepResult], object]
 
 _OPEN: WeakSet[Engine] = WeakSet()  # the open engines of this process
+_UNCHECKED: set[Engine] = set()  # engines whose newest step is not checked yet; kept even if the script drops them
 
 
 class Engine(RankEngine):
@@ -323,12 +325,14 @@ class Engine(RankEngine):
         self._check_newest()
         result = LateResult(begun.step, begun.total, partial(self.numbers, begun))
         self._unread = begun, result
+        _UNCHECKED.add(self)
         return result
 
     def _check_newest(self) -> None:
         """Check the newest step's numbers, if they are not checked yet; every rank calls it."""
         unread, self._unread = self._unread, None
         if unread is not None:
+            _UNCHECKED.discard(self)
             self.on_phase("sync", self.step_count)
             self.check_late(*unread)
             self.on_phase("data", self.step_count + 1)
@@ -576,10 +580,20 @@ class Engine(RankEngine):
         self.refusals.refuse_backward(divided if refuses else (), self.replica)
 
 
-def check_open() -> None:
-    """Check the newest step of each open engine, unless an error has ended the script."""
-    for engine in list(_OPEN) if getattr(sys, "last_value", None) is None else ():
-        engine._check_newest()
+def check_at_exit() -> None:
+    """Check the newest step of each engine, unless an error has ended the script.
+
+    If the check fails, the process ends with exit code 1, because Python ignores exceptions at exit.
+    """
+    if getattr(sys, "last_value", None) is not None:
+        return
+    for engine in list(_UNCHECKED):
+        try:
+            engine._check_newest()
+        except Exception as error:  # noqa: BLE001 - any error of the last step
+            with suppress(OSError):
+                sys.stdout.flush()
+            fail(error)
 
 
 def refuse_model_of_another_engine(model: nn.Module, group: Group) -> None:

@@ -368,12 +368,13 @@ class LossShares:
         """
         alone = self.data_group.size == 1
         # a single rank sums nothing, and a conversion would launch another kernel
-        wide = widest_float(self.device) if not (alone and on_accelerator(loss)) else _at_least_float32(loss.dtype)
-        own = loss.detach().to(wide).reshape(())
+        keeps = alone and on_accelerator(loss) and loss.dtype.is_floating_point
+        wide = _at_least_float32(loss.dtype) if keeps else widest_float(self.device)
+        own = loss.detach().to(wide, copy=True).reshape(())  # the loop may change its own loss
         if items is None:
             share = self._share()
             if alone and share == 1.0:
-                return 1.0, own
+                return 1.0, own.to(self.device)
             mean = (own * share).to(self.device) if share else torch.zeros((), dtype=wide, device=self.device)
             self.data_group.all_reduce(mean)
             return 1.0 if local_steps and share else share, mean

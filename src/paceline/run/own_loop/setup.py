@@ -26,7 +26,7 @@ from paceline.job.zoo.optimizers import Layerwise
 from paceline.planning.arguments import AnyPlan, plan_or_auto
 from paceline.planning.plan import DATA_AXES, Plan
 from paceline.planning.sync_info import sync_info
-from paceline.run.own_loop.engine import Engine, OnStep, check_open, refuse_model_of_another_engine
+from paceline.run.own_loop.engine import Engine, OnStep, check_at_exit, refuse_model_of_another_engine
 from paceline.run.own_loop.optimizer_steps import refuse_own_passes
 from paceline.run.process import tell_in_one_line
 from paceline.split.mesh import Mesh
@@ -153,8 +153,8 @@ def _join(plan: AnyPlan, deadline_s: float) -> tuple[Plan, Group]:
     asked = plan_or_auto(plan)
     group = join(deadline_s=deadline_s, transport="auto" if asked is None else asked.transport)
     atexit.register(leave, group)
-    atexit.unregister(check_open)
-    atexit.register(check_open)  # registered last, so it runs before `leave`
+    atexit.unregister(check_at_exit)
+    atexit.register(check_at_exit)  # registered last, so it runs before `leave`
     if group.size > 1:
         tell_in_one_line(group.rank)
     chosen = Plan(dp=group.size) if asked is None else asked

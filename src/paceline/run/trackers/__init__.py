@@ -210,9 +210,9 @@ def scalars(result: StepResult) -> dict[str, float]:
 class LoopTracker:
     """Callback that logs steps to a tracker in a separate thread.
 
-    A call only puts the numbers of the previous step into a queue. An error of the tracker is reported once, and
-    training continues without the tracker. `close` closes the tracker; otherwise the end of the process closes it. If
-    an exception ends the process, the run is logged as failed.
+    A call only puts numbers into a queue; on accelerators, those of the previous step. An error of the tracker is
+    reported once, and training continues without the tracker. `close` closes the tracker; otherwise the end of the
+    process closes it. If an exception ends the process, the run is logged as failed.
 
     Args:
         tracker: the tracker; None on ranks that do not log.
@@ -224,16 +224,21 @@ class LoopTracker:
         self._thread: threading.Thread | None = None
         self._is_behind = False
         self._newest: StepResult | None = None
+        from paceline.engine.engine import LateResult  # imports torch
+
+        self._late = LateResult
         if tracker is not None:
             self._thread = threading.Thread(target=self._work, name=f"paceline-tracker-{name}", daemon=True)
             self._thread.start()
             atexit.register(self._close_at_exit)
 
     def __call__(self, result: StepResult) -> None:
-        """Log the previous step, whose numbers the host has already read."""
+        """Log the step, or on accelerators the previous step, whose numbers the host has read."""
         if self._thread is not None:
             self._put_newest()
             self._newest = result
+            if not isinstance(result, self._late):
+                self._put_newest()
 
     def _put_newest(self) -> None:
         result, self._newest = self._newest, None
