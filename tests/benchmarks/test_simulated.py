@@ -85,12 +85,14 @@ def test_a_checkpoint_that_is_written_too_early_is_seen() -> None:
 @pytest.mark.needs_compiler
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("clips", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_no_step_waits_for_the_device_or_launches_more_than_two_kernels_beyond_the_plain_one(clips: bool) -> None:
+def test_no_step_waits_for_the_device_or_launches_many_kernels_beyond_the_plain_one(clips: bool) -> None:
     found = simulated_steps.counts_of_a_step(sets.device_variables(), clips=clips)
     for name, counts in found.items():
         assert counts.waits <= 1, (name, counts.lines)
         assert counts.waits_before_update == counts.idle_waits == counts.eager_waits == 0, (name, counts.lines)
-        assert counts.launches - found["plain"].launches <= 2, name
+        # `engine.update` keeps a copy of the loss, because the loop may change its own
+        most = 3 if "update" in name else 2
+        assert counts.launches - found["plain"].launches <= most, name
 
 
 @pytest.mark.slow

@@ -157,7 +157,7 @@ PLANS = {
     1: ["dp=1", "dp=1 microbatches=3", "dp=1 remat=block"],
     2: ["dp=2", "fsdp=2 microbatches=2", "tp=2", "pp=2 microbatches=2", "cp=2", "tp=2 sequence=on"],
     3: ["dp=3", "fsdp=3"],
-    4: ["fsdp=2 tp=2", "dp=2 pp=2", "tp=2 pp=2 microbatches=2", "pp=2 schedule=zero-bubble microbatches=4"],
+    4: ["fsdp=2 tp=2", "dp=2 pp=2", "tp=2 pp=2 microbatches=2", "dp=2 pp=2 schedule=zero-bubble microbatches=4"],
 }
 OPTIONS: list[dict[str, Any]] = [{}, {"label_smoothing": 0.1, "weight": [0.5 + c / 4 for c in range(VOCAB)]}]
 
