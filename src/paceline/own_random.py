@@ -95,8 +95,8 @@ _Memory = ctypes.c_char * (4 * _WORDS)
 def states() -> tuple[Any, Any, torch.Tensor]:
     """Return the process's random states (Python, NumPy, torch), for `restore`.
 
-    Every batch calls this function, so the states of Python and NumPy are read from memory. `random.getstate` and
-    `np.random.get_state` take 15 and 50 microseconds, because they create an object for each word.
+    Every batch calls this function, so the states of Python and NumPy are read from memory: `random.getstate` and
+    `np.random.get_state` create an object for each word.
     """
     instance, memory = _python_memory()
     python = random.getstate() if memory is None else (memory.raw, instance.gauss_next)

@@ -481,7 +481,7 @@ class Loader:
     def _torchdata_loader(self, reader: dict[str, Any] | None) -> StatefulDataLoader[Any]:
         """Create torchdata's loader, and load its state `reader` unless this is None.
 
-        If no feature of torchdata is needed, `_InTurn` is used instead, which takes 60 microseconds less per batch.
+        If no feature of torchdata is needed, `_InTurn` reads the batches instead.
         """
         workers = self.workers
         with warnings.catch_warnings():
