@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import paceline
 from paceline.errors import PlanError
+from ranks import run_joining
 from refusals import raises
 from simulated.environment import Simulated
 
@@ -54,6 +55,10 @@ def train(plan: str) -> tuple[list[float], Counting, Counting]:
 @pytest.mark.needs_compiler
 @pytest.mark.timeout(300)
 def test_the_calls_of_the_loop_are_compiled_and_those_of_a_copy_are_not() -> None:
+    run_joining(1, check_calls_of_the_loop_and_a_copy, deadline_s=240.0)  # the compiler's threads end with the rank
+
+
+def check_calls_of_the_loop_and_a_copy() -> None:
     expected, *_ = train("dp=1")
     losses, model, before = train("compile=on")
     assert losses == pytest.approx(expected, rel=1e-5)
