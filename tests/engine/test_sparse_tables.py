@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import copy
+import itertools
+import math
+import pickle
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,7 +23,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import paceline
 from paceline.comm.backend import joined
-from paceline.errors import JobError, SyncError
+from paceline.errors import JobError, NonFiniteError, SyncError
 from paceline.split.layout import hooked_parameters
 from paceline.sync import AllReduce, Replica
 from paceline.sync.rows import numbers_of
@@ -62,7 +67,9 @@ def data() -> TensorDataset:
 
 
 @contextmanager
-def set_up(plan: str, optimizer: str, settings: dict[str, Any], **model: Any) -> Iterator[Any]:
+def set_up(
+    plan: str, optimizer: str, settings: dict[str, Any], *, clip_norm: float | None = 0.5, **model: Any
+) -> Iterator[Any]:
     torch.manual_seed(1)
     made = Fields(**model).double()
     stepping = getattr(torch.optim, optimizer)(made.parameters(), **{"lr": 0.3} | settings)
@@ -73,7 +80,7 @@ def set_up(plan: str, optimizer: str, settings: dict[str, Any], **model: Any) ->
         loader=DataLoader(data(), BATCH),
         plan=plan,
         precision="fp64",
-        clip_norm=0.5,
+        clip_norm=clip_norm,
     )
     try:
         yield engine
@@ -81,9 +88,11 @@ def set_up(plan: str, optimizer: str, settings: dict[str, Any], **model: Any) ->
         engine.close()
 
 
-def trained(plan: str, optimizer: str, settings: dict[str, Any], **model: Any) -> dict[str, Any]:
+def trained(
+    plan: str, optimizer: str, settings: dict[str, Any], clip_norm: float | None = 0.5, **model: Any
+) -> dict[str, Any]:
     """Losses, norms, parameters and which gradients are sparse after a few steps."""
-    with set_up(plan, optimizer, settings, **model) as engine:
+    with set_up(plan, optimizer, settings, clip_norm=clip_norm, **model) as engine:
         results = [engine.step(batch) for batch, _ in zip(engine.loader, range(5), strict=False)]
         held = dict(engine.model.named_parameters())
         return {
@@ -98,13 +107,17 @@ def trained(plan: str, optimizer: str, settings: dict[str, Any], **model: Any) -
 TABLES = ["items.weight", "users.weight", "words.weight"]
 
 
+@pytest.mark.parametrize("clip_norm", [None, 0.5])
 @pytest.mark.parametrize(
     ("plan", "optimizer"),
     [("dp=1", "SGD"), ("dp=1 microbatches=2", "Adagrad"), ("dp=2", "SGD"), ("dp=2 microbatches=2", "Adagrad")],
 )
-def test_rows_train_as_dense_gradients_do(ranks: Ranks, plan: str, optimizer: str) -> None:
-    dense = trained("dp=1", optimizer, {}, sparse=False)
-    found = [trained(plan, optimizer, {})] if "dp=1" in plan else ranks(2, trained, plan, optimizer, {})
+def test_rows_train_as_dense_gradients_do(ranks: Ranks, plan: str, optimizer: str, clip_norm: float | None) -> None:
+    dense = trained("dp=1", optimizer, {}, sparse=False, clip_norm=clip_norm)
+    if "dp=1" in plan:
+        found = [trained(plan, optimizer, {}, clip_norm=clip_norm)]
+    else:
+        found = ranks(2, trained, plan, optimizer, {}, clip_norm)
     for rank in found:
         assert rank["sparse"] == TABLES
         assert rank["without"] == dense["without"] == ["never.weight"]
@@ -115,6 +128,85 @@ def test_rows_train_as_dense_gradients_do(ranks: Ranks, plan: str, optimizer: st
             # Adagrad divides a gradient that is rounding alone by its size
             torch.testing.assert_close(rank["parameters"][name], expected, rtol=1e-9, atol=1e-6)
             assert torch.equal(rank["parameters"][name], found[0]["parameters"][name])
+
+
+@pytest.mark.parametrize("optimizer", ["SGD", "Adagrad"])
+def test_one_rank_trains_to_the_bit_as_a_plain_loop(optimizer: str) -> None:
+    torch.manual_seed(1)
+    model = Fields().double()
+    stepping = getattr(torch.optim, optimizer)(model.parameters(), lr=0.3)
+    losses = []
+    for (rows, target), _ in zip(DataLoader(data(), BATCH), range(5), strict=False):
+        stepping.zero_grad()
+        loss = F.cross_entropy(model(rows), target)
+        loss.backward()
+        stepping.step()
+        losses.append(loss.item())
+    found = trained("dp=1", optimizer, {}, clip_norm=None)
+    assert [loss for loss, _ in found["numbers"]] == losses
+    for name, expected in model.named_parameters():
+        assert torch.equal(found["parameters"][name], expected)
+
+
+BAD = {"nan": float("nan"), "inf": float("inf"), "infinite sum": 3e37, "sum with an infinite norm": 1e18}
+
+
+class OneBadRow(nn.Module):
+    """A table whose gradient gets `value` in the second step; loss and dense gradients stay finite."""
+
+    def __init__(self, value: float) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(ROWS, WIDTH, sparse=True), nn.Linear(WIDTH, 3)
+        self.value, self.passes = value, 0
+
+    def forward(self, rows: Tensor) -> Tensor:
+        found: Tensor = self.table(torch.zeros_like(rows))  # all samples look up one row
+        self.passes += 1
+        if self.passes == 2:
+            found.register_hook(lambda gradient: torch.full_like(gradient, self.value))
+        logits: Tensor = self.head(found.mean(1))
+        return logits
+
+
+@pytest.mark.parametrize("value", BAD.values(), ids=BAD)
+@pytest.mark.parametrize("own_loop", [False, True])
+@pytest.mark.parametrize("policy", ["stop", "skip"])
+def test_a_row_whose_gradient_is_not_finite_is_not_trained_on(policy: Any, own_loop: bool, value: float) -> None:
+    """Also if only the sum of finite gradients of one row is not finite."""
+    model = OneBadRow(value)
+    loss = None if own_loop else F.cross_entropy
+    loader = DataLoader(data(), BATCH)
+    engine = paceline.setup(model, torch.optim.SGD(model.parameters(), 0.1), loss=loss, loader=loader, nonfinite=policy)
+
+    def step(batch: Any) -> paceline.StepResult:
+        if not own_loop:
+            return engine.step(batch)
+        engine.backward(F.cross_entropy(model(batch[0]), batch[1]))
+        return engine.update()
+
+    with closing(engine):
+        first, second = itertools.islice(engine.loader, 2)
+        assert math.isfinite(step(first).grad_norm)
+        before = [p.detach().clone() for p in model.parameters()]
+        if policy == "stop":
+            with raises(NonFiniteError, "nonfinite.stopped", kept="Nothing was updated."):
+                step(second)
+        else:
+            result = step(second)
+            assert result.problem is not None
+            assert math.isfinite(result.loss)
+            assert not math.isfinite(result.grad_norm)
+            assert not result.is_spike
+        assert all(map(torch.equal, model.parameters(), before))
+
+
+def test_the_norm_of_sparse_gradients_can_be_read_after_later_steps_and_from_copies() -> None:
+    dense = trained("dp=1", "SGD", {}, sparse=False, clip_norm=None)["numbers"]
+    with set_up("dp=1", "SGD", {}, clip_norm=None) as engine:
+        results = [engine.step(batch) for batch, _ in zip(engine.loader, range(5), strict=False)]
+    copies = [pickle.loads(pickle.dumps(results[0])), copy.deepcopy(results[1]), replace(copy.copy(results[2]), step=9)]
+    assert [result.grad_norm for result in [*copies, *results[3:]]] == pytest.approx([norm for _, norm in dense])
+    assert repr(results[0]) == repr(copies[0])
 
 
 def test_only_rows_are_sent(ranks: Ranks) -> None:
@@ -213,32 +305,46 @@ def plain() -> list[float]:
     return losses
 
 
-def own_loop(folder: str, epochs: range) -> list[float]:
-    """The same loop with paceline's calls; what an earlier call left in the folder goes on."""
+def own_loop(folder: str, epochs: range, clip_norm: float | None = None) -> tuple[list[float], list[float]]:
+    """Losses and norms of the same loop with paceline's calls; what an earlier call left in the folder goes on."""
     torch.manual_seed(1)
     model = Fields()
     optimizers = optimizers_of(model)
     engine = paceline.setup(model, optimizers, loader=DataLoader(data(), BATCH))
-    losses = []
+    losses, norms = [], []
     try:
         if epochs[0]:
             engine.load(folder)
         for _ in epochs:
             for rows, target in engine.loader:
                 losses.append(float(engine.backward(F.cross_entropy(model(rows), target))))
-                engine.update()
+                result = engine.update(clip_norm=clip_norm)
+                assert result.reduced
+                norms.append(result.grad_norm)
         engine.save(folder)
     finally:
         engine.close()
-    return losses
+    return losses, norms
 
 
 def test_sparse_adam_trains_as_in_one_process_and_goes_on(ranks: Ranks, tmp_path: Path) -> None:
     expected = plain()
     first = ranks(2, own_loop, str(tmp_path / "state"), range(1))
     then = ranks(2, own_loop, str(tmp_path / "state"), range(1, 2))
-    for one, two in zip(first, then, strict=True):
+    for (one, _), (two, _) in zip(first, then, strict=True):
         assert one + two == pytest.approx(expected, rel=1e-5)
+
+
+def test_norms_of_sparse_gradients_are_the_same_on_all_ranks_and_where_nothing_needs_them(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    clipped = own_loop(str(tmp_path / "clipped"), range(1), clip_norm=1e9)
+    alone = own_loop(str(tmp_path / "alone"), range(1))
+    first, second = ranks(2, own_loop, str(tmp_path / "two"), range(1))
+    assert first == second
+    for losses, norms in (alone, first):
+        assert losses == pytest.approx(clipped[0], rel=1e-5)
+        assert norms == pytest.approx(clipped[1], rel=1e-5)
 
 
 def test_sparse_adam_is_refused_for_dense_gradients() -> None:

@@ -44,7 +44,7 @@ from paceline.split.layout import Part
 from paceline.state.average import FirstWeights, WeightAverage
 from paceline.sync import Replica, SyncRule, acts_after_step, attach, build_rule
 from paceline.sync.batchnorm import unsynchronise
-from paceline.sync.rows import numbers_of
+from paceline.sync.rows import LateNorm, numbers_of
 from paceline.wire.status import Phase, StatusBoard, ends_generation
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ class Outcome:
 
     Attributes:
         rescale: factor that turns the gradients into gradients of the mean loss; see `Reduced`.
-        norm: L2 norm of the gradient, before clipping.
+        norm: L2 norm of the gradient, before clipping; None if nothing clips and the norm was not computed.
         updated: False if the update was skipped.
         last_losses: recent losses, with which `LossSpikes` compares the next loss.
         loss_scale: state of the loss scale after the step; None unless the precision is fp16.
@@ -65,7 +65,7 @@ class Outcome:
 
     loss: float
     rescale: float
-    norm: float
+    norm: float | None
     updated: bool
     last_losses: list[float]
     loss_scale: dict[str, Any] | None = None
@@ -82,7 +82,8 @@ class StepResult:
         step: number of optimizer steps so far, including this step.
         loss: mean loss over the global batch, before the update.
         samples: number of samples of the global batch.
-        grad_norm: L2 norm of the whole gradient, before clipping.
+        grad_norm: L2 norm of the whole gradient, before clipping. If gradients are sparse and not clipped, the norm is
+            computed when it is first read; until then, the result keeps these gradients in memory.
         problem: reason for a skipped update (NaN or Inf in loss or gradient, or a spike); None if the update was made.
         votes: number of ranks that requested each action, such as a stop or a checkpoint.
         timing: this rank's times. On accelerators, these are the times of the previous step (None at the first step),
@@ -112,28 +113,30 @@ class StepResult:
 
 
 class LateResult(StepResult):
-    """Result of a step whose numbers may still be on an accelerator.
+    """Result of a step with numbers that are read or computed later.
 
-    The first access to a number waits for the device, like `loss.item()`.
+    The numbers may still be on an accelerator. The first access then waits for the device, like `loss.item()`.
 
     Args:
-        numbers: function that waits for the numbers and returns them.
+        numbers: function that waits for the other numbers and returns them.
+        known: numbers that are known now.
     """
 
     __slots__ = ("_numbers",)
 
-    def __init__(self, step: int, samples: int, numbers: Callable[[], StepResult]) -> None:
-        self.step, self.samples = step, samples
-        self._numbers: Callable[[], StepResult] | None = numbers
+    def __init__(self, numbers: Callable[[], Mapping[str, Any]], **known: Any) -> None:
+        self._numbers: Callable[[], Mapping[str, Any]] | None = numbers
+        for name, number in known.items():
+            setattr(self, name, number)
 
     def __getattr__(self, name: str) -> Any:
         # Python calls this method only for slots without a value and for unknown names
-        if name not in _NUMBERS:
+        if name not in LATE_NUMBERS:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
         assert self._numbers is not None, "the numbers were read before"
         numbers, self._numbers = self._numbers(), None
-        for number in _NUMBERS:
-            setattr(self, number, getattr(numbers, number))
+        for other, number in numbers.items():
+            setattr(self, other, number)
         return getattr(self, name)
 
     def __reduce__(self) -> tuple[type[StepResult], tuple[Any, ...]]:
@@ -141,7 +144,14 @@ class LateResult(StepResult):
         return StepResult, tuple(getattr(self, field.name) for field in fields(StepResult))
 
 
-_NUMBERS = {field.name for field in fields(StepResult)} - {"step", "samples"}
+LATE_NUMBERS = {field.name for field in fields(StepResult)} - {"step", "samples"}
+
+
+def step_result(norm: float | LateNorm, *, reduced: bool = True, **known: Any) -> StepResult:
+    """Return a step's result, which computes a late gradient norm when it is first read."""
+    if isinstance(norm, LateNorm):
+        return LateResult(lambda: {"grad_norm": float(norm)}, reduced=reduced, **known)
+    return StepResult(grad_norm=norm, reduced=reduced, **known)
 
 
 class RankEngine:
@@ -334,10 +344,11 @@ class RankEngine:
         step = self.step_count + 1
         if outcome.updated:
             self.updates += 1
-            self.reduction.gradients = numbers_of(self.named_parameters().values())
+            self.reduction.take(numbers_of(self.named_parameters().values()))
             if stage == "summed":
                 self.reduction.scale(outcome.rescale)
-            self._clip(outcome.norm)
+            if outcome.norm is not None:
+                self._clip(outcome.norm)
             self._step_optimizer(step)
         if self.compute.loss_scale is not None and outcome.loss_scale is not None:
             self.compute.loss_scale.load_state_dict(outcome.loss_scale)
@@ -447,7 +458,7 @@ class RankEngine:
         unread.send()
         return unread
 
-    def _update(self, step: int, norm: float) -> None:
+    def _update(self, step: int, norm: float | LateNorm) -> None:
         self._prepare_update(step)
         self._clip(norm)
         self._step_optimizer(step)
@@ -456,12 +467,22 @@ class RankEngine:
         spikes = self.guard.spikes
         last_losses = [] if spikes is None else spikes.state_dict()
         scale = None if self.compute.loss_scale is None else self.compute.loss_scale.state_dict()
-        self.outcome = Outcome(reduced.step_loss, reduced.rescale, reduced.norm, problem is None, last_losses, scale)
+        norm = None if isinstance(reduced.norm, LateNorm) else reduced.norm
+        self.outcome = Outcome(reduced.step_loss, reduced.rescale, norm, problem is None, last_losses, scale)
         self.reduction.stage = "own"
         self.step_count = step
         self.meter.mark(OPTIMIZER)
         timing = self.meter.finish(step)
-        return StepResult(step, reduced.loss, samples, reduced.norm, problem, reduced.votes, timing, reduced.everywhere)
+        return step_result(
+            reduced.norm,
+            step=step,
+            loss=reduced.loss,
+            samples=samples,
+            problem=problem,
+            votes=reduced.votes,
+            timing=timing,
+            reduced=reduced.everywhere,
+        )
 
     # Model setup
 
@@ -505,7 +526,10 @@ class RankEngine:
         self._after_update = self.rule.after_step if acts else None
         kind: type[GradientReduction]
         kind = LocalReduction if self.local_steps else ReductionAhead if self.runs_ahead else GradientReduction
-        self.reduction = kind(self.rule, self.replica, self.signals, self.meter, world, split, self.compute.loss_scale)
+        clips = self.settings.clip_norm is not None or self.settings.clip_value is not None
+        self.reduction = kind(
+            self.rule, self.replica, self.signals, self.meter, world, split, self.compute.loss_scale, clips=clips
+        )
         if self.first is not None and self.local_steps:
             raise PlanError(
                 "plan.reference_of_local_steps",
@@ -621,19 +645,19 @@ class RankEngine:
     def _clear_gradients(self) -> None:
         self.reduction.stage = "own"
         # otherwise the gradients of two steps would be in memory during the backward pass
-        self.reduction.gradients = []
+        self.reduction.take([])
         for parameter in self._parameters:
             parameter.grad = None
 
     # Update
 
-    def _clip(self, norm: float, most: float | None = None) -> None:
+    def _clip(self, norm: float | LateNorm, most: float | None = None) -> None:
         """Clip gradients of norm `norm` to the norm `most`; without `most`, to the job's limits."""
         if most is None and self.settings.clip_value is not None:
             clip_elements(self.reduction.gradients, self.settings.clip_value)
         most = self.settings.clip_norm if most is None else most
-        if most is not None and norm > most and self.reduction.gradients:
-            torch._foreach_mul_(self.reduction.gradients, most / (norm + 1e-6))
+        if most is not None and self.reduction.gradients and float(norm) > most:
+            torch._foreach_mul_(self.reduction.gradients, most / (float(norm) + 1e-6))
 
     def _step_optimizer(self, step: int) -> None:
         for copy in self.copies:

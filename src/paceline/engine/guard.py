@@ -19,6 +19,7 @@ from paceline.job.batch import Batch, nonfinite_rows
 from paceline.job.stop import SpikeSpec
 from paceline.planning.plan import Plan
 from paceline.planning.sync_info import sync_info
+from paceline.sync.rows import LateNorm
 
 
 class Guard:
@@ -60,7 +61,14 @@ class Guard:
             self._saved = [(buffer, buffer.clone()) for buffer in self.model.buffers()]
 
     def check(
-        self, deciders: Group, batch: Batch | None, samples: list[int], *, step: int, loss: float, norm: float
+        self,
+        deciders: Group,
+        batch: Batch | None,
+        samples: list[int],
+        *,
+        step: int,
+        loss: float,
+        norm: float | LateNorm,
     ) -> str | None:
         """Return the reason to skip the update of a step, or None.
 
@@ -68,12 +76,13 @@ class Guard:
             deciders: the ranks that share this loss and gradient; all of them must call this method.
             batch: this rank's batch, which is searched for NaN and Inf.
             samples: indices of the batch's samples in the data set.
+            norm: L2 norm of the gradient; a `LateNorm` is finite.
 
         Raises:
             NonFiniteError: the policy is `stop`, or too many consecutive updates were skipped.
         """
         self.overflowed = False
-        if math.isfinite(loss) and math.isfinite(norm):
+        if math.isfinite(loss) and (isinstance(norm, LateNorm) or math.isfinite(norm)):
             problem = None if self.spikes is None else self.spikes.problem(step, loss)
             if self.loss_scale is not None:
                 self.loss_scale.overflows = 0
@@ -106,7 +115,7 @@ def explain(
     *,
     step: int,
     loss: float,
-    norm: float,
+    norm: float | LateNorm,
     rank: int | None = None,
 ) -> str:
     """Describe a loss or gradient that is not finite, with step, rank and samples.

@@ -9,7 +9,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._utils import _flatten_dense_tensors
 
 from paceline.comm import Group
@@ -19,6 +19,7 @@ from paceline.engine.guard import LossScale
 from paceline.engine.meter import COMM, Meter
 from paceline.job.batch import Batch
 from paceline.sync import Replica, SyncRule
+from paceline.sync.rows import LateNorm, numbers_of
 
 if TYPE_CHECKING:
     from paceline.split.apply import Split
@@ -37,7 +38,7 @@ class Reduced:
         rescale: factor that turns the summed gradients into gradients of the mean loss.
         votes: number of ranks that asked for each action.
         slowest_busy_s: the longest busy time of any rank before the reduction.
-        norm: L2 norm of the whole gradient, before clipping.
+        norm: L2 norm of the whole gradient, before clipping; a `LateNorm` is finite.
         own_loss: loss of this replica if it updates with its own gradient; None if all replicas make the same update.
         everywhere: True if the values cover all replicas; False if they describe only this replica and votes are
             pending.
@@ -47,7 +48,7 @@ class Reduced:
     rescale: float
     votes: dict[str, int]
     slowest_busy_s: float
-    norm: float = 0.0
+    norm: float | LateNorm = 0.0
     own_loss: float | None = None
     everywhere: bool = True
 
@@ -214,9 +215,12 @@ class GradientReduction:
         world: all ranks.
         split: how the model is divided over the ranks of a replica; None if each rank holds the whole model.
         loss_scale: loss scale of fp16 training; None in other precisions.
+        clips: True if every gradient is clipped, so that its norm or elements must be known.
 
     Attributes:
         gradients: tensors with the newest reduced gradients; each gradient is contained once.
+        sparse: parameters whose gradients are not in `gradients` until `sum_rows` adds them.
+        reads_all: True if the elements of every gradient are needed before the update.
         stage: state of the newest gradients: this rank's own, summed over all ranks, or rescaled to the mean.
     """
 
@@ -229,15 +233,19 @@ class GradientReduction:
         world: Group,
         split: Split | None = None,
         loss_scale: LossScale | None = None,
+        *,
+        clips: bool = False,
     ) -> None:
         self.rule, self.replica, self.signals, self.meter = rule, replica, signals, meter
         self.world, self.split, self.loss_scale = world, split, loss_scale
         self.gradients: list[Tensor] = []
+        self.sparse: Sequence[nn.Parameter] = ()
         self.stage: Literal["own", "summed", "mean"] = "own"
         # If the model is divided, the reduction itself sums the signals over all ranks, and the rule gets none.
         self._nothing = signals.tensor.new_empty(0)
         # the norm of the newest gradient, if the same wait reads norm and signals
         self._reads_norm, self._norm = split is not None or is_accelerator(world.device), 0.0
+        self.reads_all = clips or self._reads_norm or loss_scale is not None
 
     def reduce(self, local: LocalLoss, step: int) -> Reduced:
         """Reduce gradients, loss and votes of an optimizer step with the rule.
@@ -254,7 +262,7 @@ class GradientReduction:
         else:
             self.meter.waited_in_pipeline(pipeline.bubble_s)
             reduced = self._reduce(local, step)
-        reduced.norm = self._norm if self._reads_norm else math.hypot(*numbers(norms_of(self.gradients)))
+        reduced.norm = self._norm if self._reads_norm else self._own_norm()
         return reduced
 
     def _reduce(self, local: LocalLoss, step: int) -> Reduced:
@@ -285,19 +293,42 @@ class GradientReduction:
             result = self.rule.after_backward(step, self.signals.tensor)
             # The next step's signals are written to the buffer that the rule sends.
             self.signals.tensor = result.scalars
-        self.gradients = result.gradients
+        self.take(result.gradients, result.sparse)
         return result.everywhere
 
-    def norm(self) -> float:
-        """Return the L2 norm of `gradients`; every rank must call this.
+    def take(self, gradients: list[Tensor], sparse: Sequence[nn.Parameter] = ()) -> None:
+        """Set the newest gradients; see `gradients` and `sparse`."""
+        self.gradients, self.sparse = gradients, sparse
+        if self.reads_all:
+            self.sum_rows()
+
+    def sum_rows(self) -> None:
+        """Sum equal rows of sparse gradients, and add these gradients to `gradients`."""
+        if self.sparse:
+            self.gradients = [*self.gradients, *numbers_of(self.sparse)]
+            self.sparse = ()
+
+    def norm(self) -> float | LateNorm:
+        """Return the L2 norm of all gradients; every rank must call this.
 
         If the model is divided, return the norm of all its gradients.
         """
         if self.split is None:
-            return math.hypot(*numbers(norms_of(self.gradients)))
+            return self._own_norm()
         square = self.split.gradient_square()
         self.world.all_reduce(square)
         return math.sqrt(float(square))
+
+    def _own_norm(self) -> float | LateNorm:
+        """Return the norm of this rank's gradients; a `LateNorm` if it is surely finite."""
+        norm = math.hypot(*numbers(norms_of(self.gradients)))
+        if not self.sparse:
+            return norm
+        late = LateNorm(norm, [p.grad for p in self.sparse if p.grad is not None])
+        if late.is_surely_finite():
+            return late
+        self.sum_rows()
+        return math.hypot(*numbers(norms_of(self.gradients)))
 
     def _numbers(self, parts: Sequence[float | Tensor]) -> list[float]:
         """Read the parts with `numbers`; on accelerators, also read the gradient norm."""
@@ -318,8 +349,9 @@ class GradientReduction:
         if self.loss_scale is not None:
             factor /= self.loss_scale.value
         if factor != 1.0:
-            if self.gradients:  # a stage of a pipeline may be frozen
-                torch._foreach_mul_(self.gradients, factor)
+            sparse = [p.grad._values() for p in self.sparse if p.grad is not None]
+            if self.gradients or sparse:  # a stage of a pipeline may be frozen
+                torch._foreach_mul_([*self.gradients, *sparse], factor)
             self._norm *= factor
 
     def _sum_over_all(self, split: Split) -> Tensor:

@@ -22,7 +22,7 @@ from paceline.comm.group import Bucket, Group
 from paceline.device import is_accelerator
 from paceline.errors import SyncError
 from paceline.planning.sync_info import bucket_bytes_between_hosts
-from paceline.sync.rows import numbers_of, sum_rows
+from paceline.sync.rows import dense_and_sparse, sum_rows
 from paceline.sync.rule import Reduction, Replica, SyncRule, Traffic, broadcast_state, not_by_the_engine, ring_bytes
 
 if TYPE_CHECKING:
@@ -90,7 +90,8 @@ class AllReduce(SyncRule):
     def after_backward(self, step: int, scalars: Tensor) -> Reduction:
         replica = self.replica
         if replica.dp.size == 1:
-            return Reduction(numbers_of(self.parameters), scalars)
+            gradients, sparse = dense_and_sparse(self.parameters)
+            return Reduction(gradients, scalars, sparse=sparse)
         if scalars is not self.scalars:
             self.scalars.copy_(scalars)
         summed = [number for number, bucket in enumerate(self.buckets) if not self._left_out(bucket)]

@@ -5,7 +5,7 @@ All replicas begin with the first replica's values. First, the ranks compare nam
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, NamedTuple, Protocol
@@ -31,11 +31,13 @@ class Reduction(NamedTuple):
             rule received, or a tensor of the same length in the rule's buffer. The engine writes the next step's
             scalars to this tensor.
         everywhere: True if the scalars, and the gradients if the rule sends gradients, are sums over all replicas.
+        sparse: parameters whose sparse gradients are not in `gradients`, because they may contain a row several times.
     """
 
     gradients: list[Tensor]
     scalars: Tensor
     everywhere: bool = True
+    sparse: Sequence[nn.Parameter] = ()
 
 
 @dataclass

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
@@ -24,13 +25,14 @@ import paceline
 import paceline.run.record.recorder as record_module
 from paceline.cluster.probe import Counter, Energy
 from paceline.comm import Group
-from paceline.engine.engine import StepResult
+from paceline.engine.engine import StepResult, step_result
 from paceline.engine.meter import PARTS, Timing
 from paceline.errors import RunError
 from paceline.job.stop import Epochs
 from paceline.run.record.recorder import Board, ResourceUse, StepInfo, StepRecorder, json_number
 from paceline.run.record.run import read_lines
 from paceline.run.trackers.services import TensorBoard
+from paceline.sync.rows import LateNorm
 from refusals import raises
 from small_jobs import FEATURES, Points, points, small_job, train_here
 
@@ -96,6 +98,22 @@ def test_times_that_are_known_one_step_later_stand_in_their_own_step(tmp_path: P
     record.on_step(StepInfo(result(3, timing=timing(2)), 0, 8, 0.1))
     record.close()
     assert [(line["step"], line["step_s"] > 0) for line in written(tmp_path)] == [(1, True), (2, True), (3, False)]
+
+
+def test_lines_with_readings_have_the_norm_of_sparse_gradients(tmp_path: Path) -> None:
+    rows = torch.sparse_coo_tensor(torch.tensor([[1, 1]]), torch.tensor([[1.0], [2.0]]), (3, 1), check_invariants=True)
+    record = recorder(tmp_path)
+    known: dict[str, Any] = {"loss": 1.0, "samples": 8, "problem": None, "votes": {}}
+    results = [step_result(LateNorm(4.0, [rows]), step=n, timing=timing(n), **known) for n in range(1, 50)]
+    for each in results:
+        record.on_step(StepInfo(each, 0, 8, 0.1))
+    record.close()
+    lines = written(tmp_path)
+    assert [line["grad_norm"] for line in lines] == [5.0 if "use" in line else None for line in lines]
+    assert lines[0]["grad_norm"] == 5.0
+    assert tensorboard_of(tmp_path).Scalars("train/grad_norm")[0].value == 5.0
+    info = StepInfo(results[1], 0, 8, 0.1)
+    assert StepInfo.from_json(info.as_json()).result.grad_norm == 5.0
 
 
 @given(st.floats(width=64))

@@ -10,7 +10,6 @@ import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from functools import partial
 from pathlib import Path
 from typing import Any, overload
 from weakref import WeakSet
@@ -23,7 +22,7 @@ from torch.utils.data import DataLoader
 from paceline.comm import Group
 from paceline.comm.gather import gather
 from paceline.data.loader import Loader, Position
-from paceline.engine.engine import LateResult, RankEngine, StepResult
+from paceline.engine.engine import LATE_NUMBERS, LateResult, RankEngine, StepResult, step_result
 from paceline.engine.guard import Settings, explain, stop
 from paceline.engine.loss_normalization import NoGradient
 from paceline.engine.reduction import ReductionAhead, UnreadStep, clip_elements
@@ -46,7 +45,7 @@ from paceline.run.own_loop.optimizer_steps import (
 from paceline.run.own_loop.state import Measure, evaluate, mean_loss, own_batches
 from paceline.run.process import fail
 from paceline.split.remat import compile_calls
-from paceline.sync.rows import numbers_of
+from paceline.sync.rows import dense_and_sparse
 
 OnStep = Callable[[StepResult], object]
 
@@ -244,11 +243,13 @@ class Engine(RankEngine):
                 "loop.no_gradient",
                 "engine.update() has no gradients to apply. Call engine.backward(loss) before each update.",
             )
-        gradients = self.reduction.gradients = numbers_of(self.steps.parameters_of(stepped))
+        self.reduction.take(*dense_and_sparse(self.steps.parameters_of(stepped)))
+        if clip_norm is not None or clip_value is not None:
+            self.reduction.sum_rows()
         if self.compute.loss_scale is not None:
-            self.compute.loss_scale.unscale(gradients)
+            self.compute.loss_scale.unscale(self.reduction.gradients)
         if clip_value is not None:
-            clip_elements(gradients, clip_value)
+            clip_elements(self.reduction.gradients, clip_value)
         step, position = self.step_count + 1, self.loader.position
         samples = 0 if position is None else position.total
         result: StepResult | UnreadStep
@@ -262,7 +263,7 @@ class Engine(RankEngine):
         else:
             norm, loss = self.reduction.norm(), float(self._newest_loss)
             problem = self.guard.check(self.reduction.deciders, None, [], step=step, loss=loss, norm=norm)
-            result = StepResult(step, loss, samples, norm, problem, {}, None)
+            result = step_result(norm, step=step, loss=loss, samples=samples, problem=problem, votes={}, timing=None)
             updated = problem is None
             if updated:
                 self._clip(norm, clip_norm)
@@ -273,7 +274,7 @@ class Engine(RankEngine):
                     self.optimizers[number].step()
             if self.compute.loss_scale is not None:
                 self.compute.loss_scale.grow()
-        self.reduction.gradients = []
+        self.reduction.take([])
         for parameter in self.steps.parameters_of(stepped):
             parameter.grad = None
         self.steps.stepped(stepped)
@@ -323,7 +324,12 @@ class Engine(RankEngine):
         The device computes the queued step while the host reads the numbers of the previous step.
         """
         self._check_newest()
-        result = LateResult(begun.step, begun.total, partial(self.numbers, begun))
+
+        def numbers() -> dict[str, Any]:
+            found = self.numbers(begun)
+            return {name: getattr(found, name) for name in LATE_NUMBERS}
+
+        result = LateResult(numbers, step=begun.step, samples=begun.total)
         self._unread = begun, result
         _UNCHECKED.add(self)
         return result

@@ -17,7 +17,7 @@ import torch
 
 from paceline.cluster.probe import Energy, Telemetry, cpu_energy, telemetry_of
 from paceline.device import is_accelerator, memory
-from paceline.engine.engine import RankEngine, StepResult
+from paceline.engine.engine import LateResult, RankEngine, StepResult
 from paceline.engine.meter import PARTS, Timing
 from paceline.errors import RunError
 from paceline.job.stop import Epochs
@@ -55,7 +55,9 @@ class StepInfo:
 
     def as_json(self) -> dict[str, Any]:
         """Return the step as JSON values without times, for ranks that were interrupted."""
-        return asdict(replace(self, result=replace(self.result, timing=None), busy_s=[]))
+        told = asdict(self) | {"busy_s": []}
+        told["result"]["timing"] = None
+        return told
 
     @classmethod
     def from_json(cls, told: dict[str, Any]) -> Self:
@@ -97,6 +99,8 @@ class StepRecorder:
         """Record a step."""
         result, lr = info.result, info.lr
         step, timing = result.step, result.timing
+        # computing a late norm takes as long as the update, so only one line a second has it
+        norm = math.nan if isinstance(result, LateResult) and not self.use.due else result.grad_norm
         start = _STEP % (
             step,
             self.epochs.of(step),
@@ -105,7 +109,7 @@ class StepRecorder:
             result.samples,
             info.local_samples,
             lr,
-            json_number(result.grad_norm),
+            json_number(norm),
         )
         if info.counts:
             start += f',"data":{json.dumps(info.counts)}'
@@ -226,6 +230,11 @@ class ResourceUse:
         self._cpu_s, self._network, self._reduced = time.process_time(), psutil.net_io_counters(), 0
         self._traffic = Traffic()
         self._started = self._read_at = self._due = self._pss_due = time.monotonic()
+
+    @property
+    def due(self) -> bool:
+        """True if `read` returns a reading now."""
+        return time.monotonic() >= self._due
 
     def read(self) -> str:
         """Return a reading as a JSON member, or "" if none is due."""

@@ -85,11 +85,13 @@ class Follower:
     def log_new(self) -> None:
         """Log all new evaluations, and the newest step."""
         newest: dict[str, Any] | None = None
+        norm: dict[str, Any] | None = None
         use: dict[str, float] = {}
         for line in self._steps:
             use = {f"use/{name}": value for name, value in line.get("use", {}).items()} or use
             if line["step"] > self.logged:
                 newest = line
+                norm = norm if line["grad_norm"] is None else line
         for event in self._events:
             if event["event"] in ("start", "resume", "end"):
                 self._interrupted = bool(event.get("interrupted"))
@@ -100,6 +102,8 @@ class Follower:
                 self.tested = event["step"]
                 self._log(event["step"], {f"test/{name}": value for name, value in event["metrics"].items()})
         if newest is not None:
+            if norm is not None and newest["grad_norm"] is None:  # not every line has the norm of sparse gradients
+                self._log(norm["step"], {"train/grad_norm": norm["grad_norm"]})
             self._log(newest["step"], {**values_of(newest), **use})
 
     def _log(self, step: int, values: Mapping[str, float]) -> None:
