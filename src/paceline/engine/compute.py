@@ -19,6 +19,7 @@ from paceline.comm import Group
 from paceline.comm.gather import gather
 from paceline.data.loader import Loader, Position
 from paceline.device import is_accelerator, on_accelerator, uploaded, widest_float
+from paceline.direct_calls import backward
 from paceline.engine.chunked_loss import ChunkedHead, ChunkedLoss, Head, find_head, may_chunk
 from paceline.engine.guard import LossScale
 from paceline.engine.loss_normalization import LossNormalization
@@ -399,7 +400,7 @@ class WholeModel(Compute):
                     self.check_target(output, batch, self.here(step), self.loader.indices)
                 loss, items = self.normalized_loss(output, part, batch, position, step, counted[i])
             scaled = loss if isinstance(items, float) and items == 1.0 else loss * items
-            (scaled if self.loss_scale is None else self.loss_scale.scale(scaled)).backward()
+            backward(scaled if self.loss_scale is None else self.loss_scale.scale(scaled))
             local.add(scaled.detach(), items)
         return local
 

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from paceline.comm.checks import CheckedGroup, check_equal
 from paceline.comm.group import Group
+from paceline.direct_calls import take_step
 from paceline.errors import JobError, PlanError, SyncError
 from paceline.job.spec import load_object
 from paceline.planning.plan import Plan
@@ -200,7 +201,7 @@ class SyncRule(Protocol):
 
     def step_optimizer(self, optimizer: Optimizer) -> None:
         """Update the parameters with their gradients."""
-        optimizer.step()
+        take_step(optimizer)
 
     def after_step(self, step: int) -> None:
         """Replace local parameters with shared parameters, in rules that average parameters.

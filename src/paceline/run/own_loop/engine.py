@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader
 from paceline.comm import Group
 from paceline.comm.gather import gather
 from paceline.data.loader import Loader, Position
+from paceline.direct_calls import backward
 from paceline.engine.engine import LATE_NUMBERS, LateResult, RankEngine, StepResult, step_result
 from paceline.engine.guard import Settings, explain, stop
 from paceline.engine.loss_normalization import NoGradient
@@ -202,7 +203,10 @@ class Engine(RankEngine):
             empty = None if (share if items is None else items) else NoGradient(loss)
             own = loss if not isinstance(share, Tensor) and share == 1.0 else loss * share
             scaled = empty.loss if empty is not None else own if scale == 1.0 else own * scale
-            torch.autograd.backward(scaled, retain_graph=retain_graph, inputs=parameters)
+            if parameters is None:
+                backward(scaled, retain_graph=retain_graph)
+            else:
+                torch.autograd.backward(scaled, retain_graph=retain_graph, inputs=parameters)
             if empty is not None:
                 empty.release()
             if sync:

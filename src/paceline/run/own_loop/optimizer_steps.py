@@ -20,6 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from paceline.comm import Group
 from paceline.data.loader import Loader, Position
 from paceline.device import on_accelerator, uploaded, widest_float
+from paceline.direct_calls import HOOKS_OF_LOOPS, take_step
 from paceline.errors import CheckpointError, DataError, JobError, PlanError, SyncError
 from paceline.planning.plan import Plan
 from paceline.sync.rule import Replica, not_by_the_engine
@@ -87,6 +88,7 @@ class OptimizerSteps:
             # on one rank, other optimizers of the process may train freely
             self._hooks = [o.register_step_pre_hook(self._before_any_step) for o in self.optimizers]
         self._hooks += [o.register_step_post_hook(self._after_own_step) for o in self.optimizers]
+        HOOKS_OF_LOOPS.update(hook.id for hook in self._hooks)
 
     @contextmanager
     def by_the_engine(self) -> Iterator[None]:
@@ -105,6 +107,7 @@ class OptimizerSteps:
         """Stop watching steps."""
         for hook in self._hooks:
             hook.remove()
+            HOOKS_OF_LOOPS.discard(hook.id)
 
     # Ownership of parameters
 
@@ -289,7 +292,7 @@ class Optimizers:
     def step(self) -> None:
         """Step every optimizer."""
         for optimizer in self.optimizers:
-            optimizer.step()
+            take_step(optimizer)
 
     def state_dict(self) -> dict[str, Any]:
         """Return one state in the form of `Optimizer.state_dict`.
