@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.distributed import ReduceOp
 
-from paceline.comm.shm.collectives import _CACHED_BYTES, _SMALL_BYTES, CHUNK_BYTES
+from paceline.comm.shm.collectives import _CACHED_BYTES, CHUNK_BYTES, SMALL_BYTES
 from paceline.errors import SyncError
 from ranks import Backend, Ranks
 
@@ -297,7 +297,7 @@ def check(case: Case, call: Started) -> None:
 def numels(dtype: torch.dtype) -> st.SearchStrategy[int]:
     """None, one, some, and just about where the way changes that they go."""
     borders = [
-        b // dtype.itemsize for b in (_SMALL_BYTES, _CACHED_BYTES, CHUNK_BYTES // 3, CHUNK_BYTES, 2 * CHUNK_BYTES)
+        b // dtype.itemsize for b in (SMALL_BYTES, _CACHED_BYTES, CHUNK_BYTES // 3, CHUNK_BYTES, 2 * CHUNK_BYTES)
     ]
     some = st.sampled_from([0, 1, 2, 3, 7, 64, 1000, 4099])
     return some | some | st.builds(int.__add__, st.sampled_from(borders), st.sampled_from([-1, 0, 1]))
@@ -353,7 +353,7 @@ def test_every_call_at_every_border(ranks: Ranks, size: int, backend: Backend) -
 
 
 def every_border() -> list[Case]:
-    sizes = (0, 1, 3, *(b // 4 + d for b in (_SMALL_BYTES, CHUNK_BYTES) for d in (-1, 0, 1)), CHUNK_BYTES // 2 + 5)
+    sizes = (0, 1, 3, *(b // 4 + d for b in (SMALL_BYTES, CHUNK_BYTES) for d in (-1, 0, 1)), CHUNK_BYTES // 2 + 5)
     kinds = [(layout, numel) for numel in sizes for layout in ("contiguous", "strided", "arena")]
     kinds.append(("contiguous", 2**20 + 3))  # sent in many chunks
     return [
@@ -366,7 +366,7 @@ def every_border() -> list[Case]:
 def random_sums(dtype: torch.dtype) -> str:
     """A digest of sums of any numbers, whose last bits depend on the order in which they are added."""
     digest = hashlib.sha256()
-    for numel in (5, _SMALL_BYTES, CHUNK_BYTES + 7):
+    for numel in (5, SMALL_BYTES, CHUNK_BYTES + 7):
         own = torch.randn(numel, generator=torch.Generator().manual_seed(dist.get_rank())).to(dtype)
         shared = of_the_transport(numel, dtype)
         for tensor in (own.clone(), own.clone() if shared is None else shared.copy_(own)):

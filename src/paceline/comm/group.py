@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -218,6 +218,28 @@ class Group:
             whole.div_(self.size)
         if whole is not tensor:
             tensor.copy_(whole)
+
+    def prepared_sum(self, tensor: Tensor) -> Callable[[], None]:
+        """Return a function that sums a tensor over the ranks, like `all_reduce`.
+
+        The transport may prepare sums of a small tensor, so that each sum takes less time.
+        """
+        prepared = self.transport.prepared_sum(tensor) if self.size > 1 else None
+        if prepared is None:
+            return partial(self.all_reduce, tensor)
+        sent_bytes, reduced_bytes = 2 * tensor.nbytes * (self.size - 1) // self.size, tensor.nbytes
+
+        def summed() -> None:
+            self._same("all-reduce", tensor, "sum")
+            self.count(sent_bytes, reduced_bytes=reduced_bytes)
+            started = time.monotonic()
+            try:
+                prepared()
+            except RuntimeError as error:
+                self._explain("all-reduce", time.monotonic() - started, error)
+                raise
+
+        return summed
 
     def start_all_reduce(self, tensor: Tensor, op: Op = "sum") -> Pending:
         """Begin an all-reduce (sum or maximum); call `wait()` on the result before reading `tensor`."""
@@ -545,11 +567,12 @@ class Bucket:
 
     def fill(self) -> None:
         """Record which parameters have gradients, and zero the gradients of the others."""
-        unseen = [i for i in range(len(self.parameters)) if i not in self.seen]
         self.used.fill_(1.0)
-        if unseen:
-            self.used[unseen] = 0.0
-            torch._foreach_zero_([self.views[i] for i in unseen])
+        if len(self.seen) == len(self.parameters):
+            return
+        unseen = [i for i in range(len(self.parameters)) if i not in self.seen]
+        self.used[unseen] = 0.0
+        torch._foreach_zero_([self.views[i] for i in unseen])
 
     def sum_over(self, group: Group) -> None:
         """Replace the gradients of all parameters with their sums over the group, synchronously."""
@@ -560,12 +583,12 @@ class Bucket:
 
     def hand_out(self) -> None:
         """Set every parameter's reduced gradient, or None if no replica used the parameter."""
-        unseen = [i for i in range(len(self.parameters)) if i not in self.seen]
-        used_elsewhere = (
-            set() if not unseen else {i for i, n in zip(unseen, self.used[unseen].tolist(), strict=True) if n > 0}
-        )
-        for i, parameter in enumerate(self.parameters):
-            parameter.grad = self.views[i] if i in self.seen or i in used_elsewhere else None
+        unused: set[int] = set()
+        if len(self.seen) < len(self.parameters):
+            unseen = [i for i in range(len(self.parameters)) if i not in self.seen]
+            unused = {i for i, n in zip(unseen, self.used[unseen].tolist(), strict=True) if not n > 0}
+        for i, (parameter, view) in enumerate(zip(self.parameters, self.views, strict=True)):
+            parameter.grad = None if i in unused else view
         self.seen.clear()
         self.whole.clear()
         self.pending = None

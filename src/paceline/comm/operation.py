@@ -123,6 +123,21 @@ class OperationQueue:
             operation.error, operation.done = operation.error or error, True
         return ended
 
+    def finish(self, steps: Steps) -> bool:
+        """Begin the steps of a collective without an `Operation`; return True if they are done.
+
+        The queue must be empty. If the steps raise an error, all later operations fail, as in `advance`.
+        """
+        try:
+            next(steps)
+        except StopIteration:
+            return True
+        except BaseException as error:  # also after Ctrl-C, because other ranks have this rank's contribution
+            self.breakage.fail(error if isinstance(error, Exception) else DistBackendError(f"interrupted by {error!r}"))
+            self.breakage.told = True
+            raise
+        return False
+
     def fail_as_broken(self, operation: Operation) -> None:
         """End an operation of a queue that is broken."""
         assert self.breakage.error is not None
@@ -186,6 +201,11 @@ class Driver(ABC):
             self._busy[queue] = None
             calls = self._advance()
         call_all(calls)
+
+    @property
+    def is_idle(self) -> bool:
+        """True if no operation is in progress; the caller holds the lock."""
+        return not self._busy
 
     def call_when_done(self, operation: Operation, call: Callable[[], None]) -> None:
         """Register a callback for the end of an operation; call it at once if done."""

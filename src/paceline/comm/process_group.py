@@ -644,6 +644,13 @@ class Transport:
     def release(self, tensor: Tensor) -> None:
         """Free a tensor that `empty` returned."""
 
+    def prepared_sum(self, tensor: Tensor) -> Callable[[], None] | None:
+        """Return a function that sums a flat tensor over the ranks, or None.
+
+        None means that the transport has no faster sum than an all-reduce.
+        """
+        return None
+
     def place_of(self, tensor: Tensor) -> tuple[int, int]:
         """Return the arena number and byte offset of a contiguous tensor.
 

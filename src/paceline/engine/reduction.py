@@ -69,8 +69,9 @@ class StepSignals:
 
     def __init__(self, group: Group, *, pipelined: bool = False) -> None:
         self.group, self._pipelined = group, pipelined
-        size = FIRST_BUSY + group.size * (2 if pipelined else 1)
-        self.tensor: Tensor = torch.zeros(size, dtype=widest_float(group.device), device=group.device)
+        self._nothing = [0.0] * (FIRST_BUSY + group.size * (2 if pipelined else 1))
+        dtype = widest_float(group.device)
+        self.tensor: Tensor = torch.zeros(len(self._nothing), dtype=dtype, device=group.device)
         self._asked: set[str] = set()
         # busy seconds of every rank before the newest reduction, without waits in a pipeline; read by `take_busy`
         self.busy_s: list[float] = []
@@ -87,9 +88,9 @@ class StepSignals:
         if self.group.size == 1:
             return 0.0
         busy_s = meter.busy_s()
-        staged = [0.0] * len(self.tensor)
-        for i, what in enumerate(VOTES):
-            staged[FIRST_VOTE + i] = float(what in self._asked)
+        staged = self._nothing.copy()
+        for what in self._asked:
+            staged[FIRST_VOTE + VOTES.index(what)] = 1.0
         staged[FIRST_BUSY + self.group.rank] = busy_s
         if self._pipelined:
             staged[FIRST_BUSY + self.group.size + self.group.rank] = meter.waited_s
@@ -126,12 +127,15 @@ class StepSignals:
 
     def read(self, sums: Sequence[float]) -> Reduced:
         """Return the result of a step from the sums over all replicas."""
-        loss, items, *rest = sums
-        if self.group.size == 1:
-            votes, slowest_s = dict.fromkeys(self._asked, 1), 0.0
+        loss, items, size = sums[LOSS], sums[ITEMS], self.group.size
+        votes, slowest_s = dict[str, int](), 0.0
+        if size == 1:
+            votes = dict.fromkeys(self._asked, 1)
         else:
-            votes = {what: round(n) for what, n in zip(VOTES, rest, strict=False) if n}
-            busy_s, waited_s = rest[len(VOTES) :][: self.group.size], rest[len(VOTES) + self.group.size :]
+            asked = sums[FIRST_VOTE:FIRST_BUSY]
+            if any(asked):
+                votes = {what: round(n) for what, n in zip(VOTES, asked, strict=True) if n}
+            busy_s, waited_s = [*sums[FIRST_BUSY : FIRST_BUSY + size]], sums[FIRST_BUSY + size :]
             self.busy_s = [s - w for s, w in zip(busy_s, waited_s, strict=True)] if waited_s else busy_s
             slowest_s = max(busy_s)
         self._asked.clear()

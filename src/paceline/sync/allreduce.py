@@ -7,7 +7,7 @@ computes the remaining gradients.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
@@ -49,6 +49,7 @@ class AllReduce(SyncRule):
         self.buckets: list[Bucket] = []
         self.hooks: list[torch.utils.hooks.RemovableHandle] = []
         self.lanes: list[Lane] = []
+        self._sums: list[Callable[[], None]] = []  # exact sum of each bucket
         self.choice: CodecChooser | None = None
 
     def attach(self, replica: Replica) -> None:
@@ -67,6 +68,7 @@ class AllReduce(SyncRule):
         self.rows_traffic = replica.traffic if len(self.lanes) == 1 else Traffic()
         limit = (BUCKET_BYTES if accelerated else self._between_hosts()) if self.overlap else None
         self.buckets = _bucketize(replica, [lane.algorithm for lane in self.lanes], limit)
+        self._sums = [self._lane(number).prepared_sum(bucket) for number, bucket in enumerate(self.buckets)]
         last = self.buckets[-1]
         self.scalars = last.flat[last.gradient_size :][: replica.scalar_count]  # the scalars follow the gradients
         if not dp.is_fake:
@@ -145,6 +147,7 @@ class AllReduce(SyncRule):
     def detach(self) -> None:
         for hook in self.hooks:
             hook.remove()
+        self._sums.clear()  # they hold the shared memory
         for number, bucket in enumerate(self.buckets):
             self._lane(number).algorithm.release(bucket.flat)
         for lane in self.lanes:
@@ -288,8 +291,9 @@ class AllReduce(SyncRule):
         if lane.compressor is not None:  # the scalars that follow the gradients are summed exactly
             lane.compressor.sum(f"bucket{number}", bucket.flat, bucket.views)
             return
-        with lane.counting(bucket):
-            lane.algorithm.all_reduce(bucket.flat)
+        before = lane.group.sent_bytes
+        self._sums[number]()
+        lane.traffic.add(lane.group.sent_bytes - before, ring_bytes(bucket.flat.nbytes, lane.group.size))
 
     def _lane(self, number: int) -> Lane:
         return self.lanes[number % len(self.lanes)]
@@ -310,6 +314,12 @@ class Lane:
     traffic: Traffic = field(default_factory=Traffic)
     compressor: SumCoder | None = None
     thread: CommThread | None = None
+
+    def prepared_sum(self, bucket: Bucket) -> Callable[[], None]:
+        """Return a function that sums a bucket exactly."""
+        if self.algorithm is self.group:
+            return self.group.prepared_sum(bucket.flat)
+        return partial(self.algorithm.all_reduce, bucket.flat)
 
     def counting(self, bucket: Bucket) -> AbstractContextManager[None]:
         """Count the bytes that an exact sum sends and a ring would send."""

@@ -67,8 +67,12 @@ class Traffic:
         before = group.sent_bytes
         yield
         sent = group.sent_bytes - before
-        self.sent_bytes += sent
-        self.plain_bytes += sent if plain_bytes is None else plain_bytes
+        self.add(sent, sent if plain_bytes is None else plain_bytes)
+
+    def add(self, sent_bytes: int, plain_bytes: int) -> None:
+        """Count the bytes of one sum."""
+        self.sent_bytes += sent_bytes
+        self.plain_bytes += plain_bytes
 
     def become(self, parts: Iterable[Traffic]) -> None:
         """Set these counters to the sum of several parts."""

@@ -31,7 +31,7 @@ from paceline.comm.shm.progress import Peer, ShmProgress, fence
 from paceline.comm.shm.segment import Handle, OwnedSegment, Segment, attach, create
 from paceline.errors import SyncError
 
-_SMALL_BYTES = 2**15  # up to this size, every rank reduces all elements; beyond it, dividing the work is faster
+SMALL_BYTES = 2**15  # up to this size, every rank reduces all elements; beyond it, dividing the work is faster
 # bytes of each rank's memory at a time, so that they stay in a core's cache until the result is written
 _CACHED_BYTES = 2**18
 
@@ -48,8 +48,8 @@ class ShmCollectives(Collectives):
 
     def all_reduce(self, tensor: Tensor, reduction: Reduction) -> Steps:
         nbytes = tensor.numel() * tensor.element_size()
-        call = self._call("all_reduce", reduction.name, tensor)
-        if nbytes <= _SMALL_BYTES:
+        call = self.call_of("all_reduce", reduction.name, tensor)
+        if nbytes <= SMALL_BYTES:
             parts = self._small_slots(tensor)
             parts[self.rank].copy_(tensor)
             yield from self._meet(call)
@@ -102,7 +102,7 @@ class ShmCollectives(Collectives):
             before = chunk
 
     def reduce(self, tensor: Tensor, reduction: Reduction, root: int) -> Steps:
-        yield from self._meet(self._call("reduce", f"{reduction.name} to rank {root}", tensor))
+        yield from self._meet(self.call_of("reduce", f"{reduction.name} to rank {root}", tensor))
         for chunk in tensor.split(CHUNK_BYTES // tensor.element_size()):
             slots = self.rounds.slots(tensor.dtype)
             if self.rank != root:
@@ -113,7 +113,7 @@ class ShmCollectives(Collectives):
                 reduction.into(chunk, [chunk, *theirs])
 
     def broadcast(self, tensor: Tensor, root: int) -> Steps:
-        yield from self._meet(self._call("broadcast", f"from rank {root}", tensor))
+        yield from self._meet(self.call_of("broadcast", f"from rank {root}", tensor))
         for chunk in _bytes(tensor).split(CHUNK_BYTES):
             slot = self.rounds.slots(torch.uint8)[root][0][: len(chunk)]
             if self.rank == root:
@@ -123,11 +123,11 @@ class ShmCollectives(Collectives):
                 chunk.copy_(slot)
 
     def all_gather(self, outputs: Sequence[Tensor], tensor: Tensor) -> Steps:
-        yield from self._meet(self._call("all_gather", "", tensor))
+        yield from self._meet(self.call_of("all_gather", "", tensor))
         yield from self._gather([_bytes(output) for output in outputs], _bytes(tensor))
 
     def gather(self, outputs: Sequence[Tensor], tensor: Tensor, root: int) -> Steps:
-        yield from self._meet(self._call("gather", f"to rank {root}", tensor))
+        yield from self._meet(self.call_of("gather", f"to rank {root}", tensor))
         yield from self._gather([_bytes(output) for output in outputs], _bytes(tensor))
 
     def _gather(self, outputs: Sequence[Tensor], tensor: Tensor) -> Steps:
@@ -141,7 +141,7 @@ class ShmCollectives(Collectives):
                 output[start : start + len(chunk)].copy_(part)
 
     def scatter(self, output: Tensor, tensors: Sequence[Tensor], root: int) -> Steps:
-        yield from self._meet(self._call("scatter", f"from rank {root}", output))
+        yield from self._meet(self.call_of("scatter", f"from rank {root}", output))
         flat, sources, piece = _bytes(output), [_bytes(t) for t in tensors], CHUNK_BYTES // self.size
         for start in range(0, len(flat), piece):
             slot = self.rounds.slots(torch.uint8)[root][0]
@@ -153,7 +153,7 @@ class ShmCollectives(Collectives):
             target.copy_(slot[self.rank * piece : self.rank * piece + len(target)])
 
     def reduce_scatter(self, output: Tensor, inputs: Sequence[Tensor], reduction: Reduction) -> Steps:
-        yield from self._meet(self._call("reduce_scatter", reduction.name, output))
+        yield from self._meet(self.call_of("reduce_scatter", reduction.name, output))
         piece = CHUNK_BYTES // output.element_size() // self.size
         for start in range(0, len(output), piece):
             slots = self.rounds.slots(output.dtype)
@@ -221,7 +221,8 @@ class ShmCollectives(Collectives):
             yield
         self.rounds.calls_match(line)
 
-    def _call(self, name: str, how: str, tensor: Tensor) -> bytes:
+    def call_of(self, name: str, how: str, tensor: Tensor) -> bytes:
+        """Return the text with which the ranks compare a call."""
         key = (name, how, tensor.dtype, len(tensor))
         call = self._calls.get(key)
         if call is None:
@@ -334,7 +335,10 @@ class Rounds:
     def met(self) -> bool:
         """Return True once all ranks have reached this rank's count."""
         this_round = self.round
-        return all(counter[0] >= this_round for counter in self._others_counters)
+        for counter in self._others_counters:  # noqa: SIM110 - `all` with a generator is slower, and waits poll this
+            if counter[0] < this_round:
+                return False
+        return True
 
     def missing(self) -> list[Peer]:
         """Return the peers that have not reached this rank's count."""
@@ -342,7 +346,10 @@ class Rounds:
 
     def slots(self, dtype: torch.dtype) -> list[tuple[Tensor, Tensor]]:
         """Return the next round's slots by rank: (contributions, result), each of `CHUNK_BYTES`."""
-        parity = (self.round + 1) & 1
+        return self.slots_of(dtype, (self.round + 1) & 1)
+
+    def slots_of(self, dtype: torch.dtype, parity: int) -> list[tuple[Tensor, Tensor]]:
+        """Return the slots of even (0) or odd (1) rounds; see `slots`."""
         typed = self._typed.get((dtype, parity))
         if typed is None:
             typed = [(slot[0].view(dtype), slot[1].view(dtype)) for slot in self._slots[parity]]

@@ -24,7 +24,7 @@ from paceline.comm.shm.segment import Handle, Segment, attach, create
 from paceline.rank_environment import RankEnvironment, is_our_rank
 
 # slightly longer than a wait of ranks in lockstep; not much longer, because ranks may share a core
-_SPIN_S = 20e-6
+SPIN_S = 20e-6
 _YIELD_S = 2e-3  # still polling, but yielding the core to any other thread
 _YIELD_OVERSUBSCRIBED_S = 200e-6  # the same with more ranks than cores
 _NAP_S = 0.1  # longest sleep between two checks that the peers are alive
@@ -122,10 +122,18 @@ class ShmProgress(Driver):
         self._doorbell[_RUNG] = (self._doorbell[_RUNG] + 1) & 0xFFFFFFFF
         futex_wake(self._doorbell_address)
 
+    def spin(self, is_over: Callable[[], bool]) -> bool:
+        """Spin briefly until `is_over` returns True; return False if it did not."""
+        until = time.perf_counter() + (0.0 if self.oversubscribed else SPIN_S)
+        while not is_over():
+            if time.perf_counter() > until:
+                return False
+        return True
+
     def drive(self, is_over: Callable[[], bool]) -> None:
         """Drive all operations until `is_over` returns True: spin, then yield, then sleep."""
         started = time.perf_counter()
-        yield_after, sleep_after = (0.0, _YIELD_OVERSUBSCRIBED_S) if self.oversubscribed else (_SPIN_S, _YIELD_S)
+        yield_after, sleep_after = (0.0, _YIELD_OVERSUBSCRIBED_S) if self.oversubscribed else (SPIN_S, _YIELD_S)
         while True:
             with self.lock:
                 calls = self._advance()
