@@ -1,18 +1,20 @@
-"""The plan that `--plan auto` chooses, beside all legal plans of up to two ranks.
+"""The plan that `--plan auto` chooses for a run of ten minutes, beside all combinations of plans and settings.
 
-All are measured by hand, for the digits and a small GPT.
+    python benchmarks/auto_choice.py [--json] [--works cnn,gpt] [--block-s 0.25]
 
-    python benchmarks/auto_choice.py [--json]
+Figures for each work, such as `cnn`, as systems.py has it:
+- `cnn_regret`: step time of the chosen plan / that of the fastest combination − 1, in neighbouring blocks. Negative
+  figures are noise: the fastest one is found by other blocks than those that are compared.
+- `cnn_gain`: step time of the chosen plan / that of the plan with which the choice begins.
+- `cnn_seconds`: what the choice took, on a machine that knows nothing of the job.
+- `worst_regret`, `worst_share`: the greatest of them all; the share is of ten minutes.
 
-Figures, for `digits` and `gpt`, each as its example has it (a run of seconds, in which little or nothing is measured)
-and as a `long` run:
-- `digits_regret`, `gpt_regret`, `digits_long_regret`, `gpt_long_regret`: step time of the chosen plan without its
-  settings / that of the best plan measured by hand − 1, in neighbouring blocks; 0 where it is that plan.
-- `digits_gain`, …: step time of the chosen plan with its settings / that of the plain default.
-- `digits_seconds`, …: what the choice took, on a machine that knows nothing of the job.
-
-By hand, every plan has ranks of its own, as in a run, started anew in each of some rounds over all plans; a block's
-time is that of its slowest rank. `remat` is left out of what is measured by hand: it only saves memory.
+All legal plans of up to two ranks are measured first. Those that are not far slower than the best are then combined
+with every subset of the settings that `auto` may change, and each combination has a block of steps on the same two
+ranks. The fastest dozen has further blocks. Finally, the fastest three, the chosen plan and the first one each have
+processes of their own, as in a run, which take turns. `--block-s` is the length of a block in seconds: the cost of the
+exhaustive part is proportional to it. Left out are `remat`, which only saves memory, `compile`, which takes longer to
+start than the choice may take, and loader processes, as all works have their data in memory.
 """
 
 from __future__ import annotations
@@ -20,38 +22,45 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import random
 import statistics
 import sys
 import tempfile
 import time
-from dataclasses import dataclass, replace
+from collections.abc import Iterable
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 from measure import environment_line, parser_of, print_figures
 from paceline.cluster.cluster import Cluster
 from paceline.cluster.discover import discover
+from paceline.comm import Group
 from paceline.comm.backend import joined
 from paceline.errors import PacelineError
 from paceline.job.job import Job
-from paceline.job.stop import StopSpec
 from paceline.planning.check.plan_errors import auto_plan
+from paceline.planning.halving import combined
+from paceline.planning.model.model_info import model_info
 from paceline.planning.plan import Plan, cores_of
 from paceline.planning.search.space import legal_plans
-from paceline.planning.shortlist import SETTINGS
 from paceline.run.tuning.auto import AutoChoice, choose
 from paceline.run.tuning.trial import TrialCandidate, part_of
 from paceline.stats import Interval, median_interval
 from served import Ranks
+from systems_works import works
 
-RANKS, ROUNDS, BLOCK_S, LONG_STEPS = 2, 3, 1.2, 20_000
-JOBS = {"digits": "digits.yaml", "gpt": "gpt_text.yaml"}
-EXAMPLES = Path(__file__).parent.parent / "examples"
+RUN_S = 600.0
+WORKS = ("cnn", "gpt", "bert", "recommendation", "averaged", "resnet50")
+RANKS, SLOWER, FASTEST, FINALISTS, FINAL_ROUNDS = 2, 1.4, 12, 3, 10
+LEFT_OUT = {"num_workers"}
+Times = dict[Plan, list[float]]  # seconds a step of each block
 
 
 def main() -> None:
     """Choose, measure, print the tables, and with --json a last line for machines."""
     parser = parser_of(__doc__)
+    parser.add_argument("--works", default=",".join(WORKS), help="works to measure")
+    parser.add_argument("--block-s", type=float, default=0.25, help="seconds of a block")
     parser.add_argument("--serve", metavar="FOLDER", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.serve:
@@ -59,128 +68,134 @@ def main() -> None:
         return
     figures: dict[str, float] = {}
     cluster = discover()
-    for name, file in JOBS.items():
-        job = Job.load(EXAMPLES / file)
-        long = job.model_copy(update={"stop": StopSpec(steps=LONG_STEPS)})
-        choices = {name: chosen(job, cluster), f"{name}_long": chosen(long, cluster)}
-        found = by_hand(job, cluster, [choice.plan for choice in choices.values()])
-        print_table(found, choices)
-        for case, choice in choices.items():
-            figures |= figures_of(case, choice, found, auto_plan(job, cluster))
+    for name in arguments.works.split(","):
+        job = Job.model_validate(works()[name] | {"stop": {"seconds": RUN_S}})
+        choice, seconds = chosen(job, cluster)
+        first = auto_plan(job, cluster)
+        with tempfile.TemporaryDirectory() as folder:
+            Path(folder, "job.yaml").write_text(job.to_yaml())
+            found = all_combinations(job, cluster, Path(folder), arguments.block_s)
+            finals = [*fastest(found, FINALISTS), choice.plan, first]
+            times = in_turn(list(dict.fromkeys(finals)), Path(folder), arguments.block_s)
+        print_table(found, times, choice.plan)
+        best = fastest(times, 1)[0]
+        figures |= {
+            f"{name}_regret": ratio(times, choice.plan, best).middle - 1,
+            f"{name}_gain": ratio(times, choice.plan, first).middle,
+            f"{name}_seconds": seconds,
+        }
+    figures["worst_regret"] = max(value for name, value in figures.items() if name.endswith("_regret"))
+    figures["worst_share"] = max(value for name, value in figures.items() if name.endswith("_seconds")) / RUN_S
     print(f"\n{environment_line()}")
     if arguments.json:
         print_figures({name: round(value, 4) for name, value in figures.items()})
 
 
-@dataclass
-class Timed:
-    """A choice of auto and the seconds that it took."""
-
-    choice: AutoChoice
-    seconds: float
-
-    @property
-    def plan(self) -> Plan:
-        """The one chosen."""
-        return self.choice.plan
-
-
-def chosen(job: Job, cluster: Cluster) -> Timed:
-    """As a first start of the job chooses."""
-    print(f"\n{job.name}, {job.stop.model_dump(exclude_defaults=True)}", flush=True)
+def chosen(job: Job, cluster: Cluster) -> tuple[AutoChoice, float]:
+    """As a first start of the job chooses, and the seconds that this took."""
+    print(f"\n{job.name}", flush=True)
     with tempfile.TemporaryDirectory() as cache:
         os.environ["XDG_CACHE_HOME"] = cache  # nothing is known from earlier starts, and nothing is kept
         started = time.monotonic()
         choice = choose(job, cluster, lambda line: print(line, flush=True))
-        return Timed(choice, time.monotonic() - started)
+        return choice, time.monotonic() - started
 
 
-def by_hand(job: Job, cluster: Cluster, chosen: list[Plan]) -> dict[Plan, list[float]]:
-    """Seconds a step of every plan, round by round; the i-th blocks are neighbours in time.
+def all_combinations(job: Job, cluster: Cluster, folder: Path, block_s: float) -> Times:
+    """Measure the plans, then the combinations of those that are not far slower, then the fastest again."""
+    alone = [*legal_plans(job, cluster, range(1, RANKS + 1)), Plan(threads=1).for_job(job)]
+    with Ranks([__file__, "--serve", str(folder)], ranks=RANKS, deadline_s=120) as ranks:
+        found: Times = {}
+        measure(ranks, alone, block_s, found)
+        near = [plan for plan in found if min(found[plan]) < SLOWER * min(found[fastest(found, 1)[0]])]
+        norm = bool(model_info(job.model).batch_norms)
+        every = [one.plan for one in combined(job, cluster, near, batch_norm=norm) if one.names - LEFT_OUT == one.names]
+        every = [plan for plan in every if plan not in found]
+        random.Random(1).shuffle(every)
+        print(f"  {len(alone)} plans, {len(near)} of them with settings: {len(every)} combinations", flush=True)
+        measure(ranks, every, block_s, found)
+        for _ in range(2):
+            measure(ranks, fastest(found, FASTEST), block_s, found)
+    return found
 
-    Plans that fail are left out, and told.
-    """
-    plans = dict.fromkeys([*legal_plans(job, cluster, range(1, RANKS + 1)), *chosen, *map(without_settings, chosen)])
-    times: dict[Plan, list[float]] = {plan: [] for plan in plans}
-    with tempfile.TemporaryDirectory() as folder:
-        Path(folder, "job.yaml").write_text(job.to_yaml())
-        for _ in range(ROUNDS):
-            for plan in list(times):
-                with Ranks([__file__, "--serve", folder], ranks=plan.ranks, deadline_s=120) as group:
-                    problems = [problem for problem in group.ask({"begin": str(plan)}) if problem]
-                    if problems:
-                        print(f"{plan} cannot run: {problems[0]}")
-                        del times[plan]
-                        continue
-                    first_s = max(group.ask({"steps": 3}))
-                    times[plan].append(max(group.ask({"steps": max(3, round(BLOCK_S / first_s))})))
+
+def measure(ranks: Ranks, plans: Iterable[Plan], block_s: float, found: Times) -> None:
+    """Add a block of each plan; plans that fail are left out, and told."""
+    for plan in plans:
+        answers = ranks.ask({"begin": str(plan)})
+        if problems := [answer for answer in answers if isinstance(answer, str)]:
+            print(f"{plan} cannot run: {problems[0]}")
+        else:
+            steps = max(1, round(block_s / max(answers)))
+            found.setdefault(plan, []).append(max(ranks.ask({"steps": steps})))
+
+
+def in_turn(plans: list[Plan], folder: Path, block_s: float) -> Times:
+    """Blocks of plans that have ranks of their own, round by round; the i-th blocks are neighbours in time."""
+    times: Times = {plan: [] for plan in plans}
+    with ExitStack() as held:
+        of_plan, steps = {}, {}
+        for plan in plans:
+            ranks = held.enter_context(Ranks([__file__, "--serve", str(folder)], ranks=plan.ranks, deadline_s=120))
+            first_s = max(ranks.ask({"begin": str(plan)}))
+            of_plan[plan], steps[plan] = ranks, max(2, round(2 * block_s / first_s))
+        for number in range(FINAL_ROUNDS):
+            for plan in plans if number % 2 == 0 else reversed(plans):
+                times[plan].append(max(of_plan[plan].ask({"steps": steps[plan]})))
     return times
 
 
-def without_settings(plan: Plan) -> Plan:
-    """The plan with its settings as they are by default."""
-    defaults: dict[str, Any] = {key: getattr(Plan(), key) for key in SETTINGS}
-    return replace(plan, **defaults)
-
-
-def print_table(found: dict[Plan, list[float]], choices: dict[str, Timed]) -> None:
-    """Every plan that was measured, the fastest first."""
-    best = best_of(found)
-    print(f"\n  {'plan':<60} {'step':<30} ratio to the best")
-    for plan in sorted(found, key=lambda p: statistics.median(found[p])):
-        marks = [case for case, timed in choices.items() if plan == timed.plan]
-        step, against = median_interval(found[plan]).times(1e3), ratio(found[plan], found[best])
+def print_table(found: Times, times: Times, chosen: Plan) -> None:
+    """The plans that were compared in processes of their own, the fastest first."""
+    best = fastest(times, 1)[0]
+    print(f"\n  {'plan':<70} {'step':<30} ratio to the best of {len(found)}")
+    for plan in fastest(times, len(times)):
+        step, against = median_interval(times[plan]).times(1e3), ratio(times, plan, best)
         shown = f"{step.middle:.4g} ms ({step.low:.4g} to {step.high:.4g})"
-        mark = f"  chosen: {', '.join(marks)}" if marks else ""
-        print(f"  {plan!s:<60} {shown:<30} {against.middle:.3f} ({against.low:.3f} to {against.high:.3f}){mark}")
+        mark = "  chosen" if plan == chosen else ""
+        print(f"  {plan!s:<70} {shown:<30} {against.middle:.3f} ({against.low:.3f} to {against.high:.3f}){mark}")
 
 
-def figures_of(case: str, timed: Timed, found: dict[Plan, list[float]], default: Plan) -> dict[str, float]:
-    """Regret, gain and seconds of a choice."""
-    plain, best = without_settings(timed.plan), best_of(found)
-    figures = {f"{case}_seconds": timed.seconds}
-    if plain in found:
-        figures[f"{case}_regret"] = ratio(found[plain], found[best]).middle - 1
-    if timed.plan in found and default in found:
-        figures[f"{case}_gain"] = ratio(found[timed.plan], found[default]).middle
-    return figures
+def fastest(found: Times, count: int) -> list[Plan]:
+    """Plans by their median block, the fastest first."""
+    return sorted(found, key=lambda plan: statistics.median(found[plan]))[:count]
 
 
-def best_of(found: dict[Plan, list[float]]) -> Plan:
-    """The fastest plan without settings."""
-    return min((plan for plan in found if plan == without_settings(plan)), key=lambda p: statistics.median(found[p]))
-
-
-def ratio(one: list[float], other: list[float]) -> Interval:
+def ratio(times: Times, one: Plan, other: Plan) -> Interval:
     """Of neighbouring blocks."""
-    return median_interval([a / b for a, b in zip(one, other, strict=True)])
+    return median_interval([a / b for a, b in zip(times[one], times[other], strict=True)])
 
 
 # On the ranks
 
 
 def serve(folder: Path) -> None:
-    """Answer questions as a rank: begin a plan, or take some steps of it."""
-    job, host = Job.load(folder / "job.yaml"), discover().hosts[0]
+    """Answer questions as a rank: begin a plan in place of the one before, or take some steps of it."""
+    job, candidate = Job.load(folder / "job.yaml"), None
     data = job.data.build(input_shape=job.model.input_shape(), seed=job.seed)
     with joined(deadline_s=120) as group:
         for line in sys.stdin:
             question = json.loads(line)
             if text := question.get("begin"):
-                plan = Plan.parse(text)
-                cores = set(cores_of(group.rank, plan.ranks, host)) if plan.pin else os.sched_getaffinity(0)
+                if candidate is not None:
+                    candidate.close()
                 try:
-                    candidate = TrialCandidate(
-                        job, plan, data, part_of(group, plan), threads=plan.threads_for(host, plan.ranks), cores=cores
-                    )
-                    candidate.warm_up()
-                    print(json.dumps(None), flush=True)
+                    candidate = begun(job, Plan.parse(text), data, group)
+                    print(json.dumps(candidate.warm_up()), flush=True)
                 except PacelineError as error:
                     print(json.dumps(str(error)), flush=True)
                 continue
+            assert candidate is not None
             candidate.settles, candidate.steps_a_turn = True, question["steps"]
-            group.barrier()
             print(json.dumps(candidate.turn()), flush=True)
+
+
+def begun(job: Job, plan: Plan, data: object, group: Group) -> TrialCandidate:
+    """An engine of the plan on this rank, if the plan has this rank."""
+    host = discover().hosts[0]
+    cores = set(cores_of(group.rank, plan.ranks, host)) if plan.pin else os.sched_getaffinity(0)
+    threads = plan.threads_for(host, plan.ranks)
+    return TrialCandidate(job, plan, data, part_of(group, plan), threads=threads, cores=cores)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,6 @@
-"""Choice of the plans and settings that are worth measuring.
+"""Choice of the plans and settings that are worth measuring, and comparisons of their times.
 
-The search among changes is greedy: one change after another is applied to the best plan so far, and is kept if it
-helps. That costs one comparison per change instead of one per combination. It can miss settings that only help
-together. It does not need torch.
+`halving.py` searches their combinations. Neither module needs torch.
 """
 
 from __future__ import annotations
@@ -12,7 +10,7 @@ import shutil
 import sysconfig
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from math import log2
 from pathlib import Path
 from statistics import median
@@ -271,26 +269,24 @@ def _place(layout: Layout) -> tuple[float, ...]:
 
 # the plan keys that change how a rank computes, but not its result
 SETTINGS = ("memory_format", "fused", "pin", "onednn", "num_workers", "compile")
-# seconds for measuring plan changes, if steps are short
-BUDGET_S = 8.0
-# further seconds for each additional plan; two thirds of them are spent on dividing the model again
+# seconds for measuring combinations if steps are short, and the number of steps if they are long
+BUDGET_S, _BUDGET_STEPS = 20.0, 150
+# seconds for measuring another plan, if steps are short
 PLAN_S = 3.0
 # largest fraction of the longest possible run
 SHARE_OF_RUN = 0.1
 # rounds of a comparison; each of two plans runs once per round
 LEAST_ROUNDS, MOST_ROUNDS = 6, 20
-# approximate number of steps in a comparison
-_COMPARED_STEPS = 40
 # minimum number of steps of a run, of which only a part may be spent
 LEAST_STEPS = 400
-# share of a run that comparing everything may take
-_SHARE_FOR_ALL = 0.05
-# steps of three comparisons, if steps are long
-_LONG_STEPS = 60
+# In a long run, measuring may take these seconds or this share, whichever is larger
+_LONG_RUN_S, _LONG_SHARE = 22.0, 0.04
+# largest fraction of a run that the start of a changed plan may take
+_START_SHARE = 0.05
 # the ranks of a trial take seconds to start
 LEAST_RUN_S = 30.0
-# prefix of the verdict of a setting that was left out; the reason follows
-NOT_TRIED = "not tried: "
+# prefixes of the verdicts of a setting that was left out, and of one that failed; the reason follows
+NOT_TRIED, FAILED = "not tried: ", "failed: "
 # time of torch.compile before the first step, on CPUs and GPUs alike
 _COMPILE_S = 45.0
 _HOPELESS = 3.0  # times the best step
@@ -308,28 +304,21 @@ class PlanChange:
         cost_s: additional time before the first step, in seconds. The change is tried only if the run is long enough.
         hint: reason why the change is not applied even if it is faster. Such a change is measured last and only
             reported.
-        whole: True if the change replaces the whole plan.
-        predicted_s: predicted step time of the new plan in seconds, if `whole`.
-        of_update: True if only the optimizer update differs. Both plans then use the same time for the other parts of a
-            step, because the noise of these parts may exceed the duration of an update.
+        of_ranks: True if the change is another number of ranks, or of threads of a single rank.
     """
 
     changes: dict[str, Any]
     untried: str | None = None
     cost_s: float = 0.0
     hint: str | None = None
-    whole: bool = False
-    predicted_s: float | None = None
-    of_update: bool = False
+    of_ranks: bool = False
 
-    @classmethod
-    def of(cls, plan: Plan, predicted_s: float | None) -> PlanChange:
-        """Return the change to another plan."""
-        return cls({f.name: getattr(plan, f.name) for f in fields(plan)}, whole=True, predicted_s=predicted_s)
+    @property
+    def name(self) -> str:
+        """Name of the setting: its plan key."""
+        return list(self.changes)[-1]
 
     def __str__(self) -> str:
-        if self.whole:
-            return str(Plan(**self.changes))
         return " ".join(f"{key}={'on' if value is True else value}" for key, value in self.changes.items())
 
     def on(self, plan: Plan) -> Plan:
@@ -339,16 +328,16 @@ class PlanChange:
 
 @dataclass(frozen=True)
 class Trial:
-    """Result of a trial of one setting.
+    """Result of a trial of one plan or setting.
 
     Attributes:
-        change: text of the change; for the first plan, text of the plan.
+        change: text of the plan, or of the change that is applied to the best plan.
         verdict: text such as `kept`, `not kept: slower` or `not tried: …`.
-        step_s: measured step time with the change; None if it was not measured.
-        ratio: `step_s` divided by `best_s`; None if the setting was not compared.
-        predicted_s: predicted step time of a whole plan, in seconds; None without a prediction.
-        best_s: step time of the previous best plan, measured in the same rounds because the machine's speed may change
-            between rounds.
+        step_s: measured step time; None if it was not measured.
+        ratio: `step_s` divided by `best_s`; None if it was not compared.
+        predicted_s: predicted step time of a plan, in seconds; None without a prediction.
+        best_s: step time of the first plan, or of the plan with which a change is compared, measured in the same rounds
+            because the machine's speed may change between rounds.
     """
 
     change: str
@@ -363,6 +352,11 @@ class Trial:
         """True if the setting was measured."""
         return not self.verdict.startswith(NOT_TRIED)
 
+    @property
+    def failed(self) -> bool:
+        """True if the plan or setting raised an error or ended its process."""
+        return self.verdict.startswith(FAILED)
+
     def line(self) -> str:
         """Return the trial as one row of the table."""
         ratio = f"{self.ratio.middle:5.2f}" if self.ratio else ""
@@ -371,17 +365,17 @@ class Trial:
         ratio += f" of {seconds(self.best_s.middle)}" if self.best_s else ""
         predicted = seconds(self.predicted_s) if self.predicted_s else ""
         step = _shown(self.step_s) if self.step_s else ""
-        return f"  {self.change:<30} {predicted:<10} {step:<30} {ratio:<36} {self.verdict}".rstrip()
+        return f"  {self.change:<60} {predicted:<10} {step:<30} {ratio:<38} {self.verdict}".rstrip()
 
 
 HEADING = (
-    f"  {'plan or setting':<30} {'predicted':<10} {'step (95 % interval)':<30} "
-    f"{'ratio to the best, in the same rounds':<36} verdict"
+    f"  {'plan or setting':<60} {'predicted':<10} {'step (95 % interval)':<30} "
+    f"{'ratio to the first, in the same rounds':<38} verdict"
 )
 
 
 def plan_changes(job: Job, cluster: Cluster, plan: Plan) -> list[PlanChange]:
-    """Return the changes that may make `plan` faster, in the order of the trials.
+    """Return the changes that may make `plan` faster.
 
     All changes keep the job's precision, except hints.
     """
@@ -389,13 +383,11 @@ def plan_changes(job: Job, cluster: Cluster, plan: Plan) -> list[PlanChange]:
     # torch's own products do not use AVX-512 on AMD's processors
     gains = any("AMD" in host.cpu and host.cpu_avx512 is not False for host in cluster.hosts)
     found = [
-        *idle_cores(cluster, plan),
         *([onednn] if gains else []),
         PlanChange({"memory_format": "channels_last"}),
-        PlanChange({"fused": True}, of_update=True),
-        *_other_divisions(cluster, plan),
-        *([PlanChange({"threads": 1})] if _has_threads_to_spare(cluster, plan) else []),
-        PlanChange({"pin": True}, untried="its ranks compute on GPUs" if cluster.has_accelerators else None),
+        PlanChange({"fused": True}),
+        *_other_ranks(cluster, plan),
+        PlanChange({"pin": True}, untried=_why_no_pinning(cluster, plan)),
         *([] if gains else [onednn]),
         PlanChange(_reading_ahead(cluster, plan), untried=_why_no_workers(job)),
         PlanChange({"compile": "on"}, untried=_why_no_compiler(), cost_s=_COMPILE_S),
@@ -404,6 +396,12 @@ def plan_changes(job: Job, cluster: Cluster, plan: Plan) -> list[PlanChange]:
     ]
     new = [change for change in found if change.on(plan) != plan]
     return [replace(change, untried=_why_not(change.on(plan), plan, job, cluster) or change.untried) for change in new]
+
+
+def _why_no_pinning(cluster: Cluster, plan: Plan) -> str | None:
+    if cluster.has_accelerators:
+        return "its ranks compute on GPUs"
+    return "a single rank may use all cores" if plan.ranks == 1 else None
 
 
 def _why_no_onednn(job: Job) -> str | None:
@@ -450,23 +448,18 @@ def longest_run_s(job: Job, step_s: float, steps_per_epoch: int) -> float | None
     return min(bounds) if bounds else None
 
 
-def budget_s(
-    step_s: float, run_s: float | None, *, plans: int = 0, changes: int = 0, share: float = SHARE_OF_RUN
-) -> float:
+def budget_s(step_s: float, run_s: float | None, *, share: float = SHARE_OF_RUN) -> float:
     """Return the time that measuring may take, in seconds.
 
-    With long steps, the budget covers three comparisons, or all comparisons if the run is long. In a short run, the
-    budget is a fraction of the run.
-
     Args:
-        plans: number of other plans to measure.
-        changes: number of changes to measure.
+        run_s: longest possible duration of the run; None if unknown.
+        share: fraction of a short run that measuring may take. It is larger if other runs benefit as well.
     """
-    wanted = max(BUDGET_S + plans * PLAN_S, (1 + plans / 3) * _LONG_STEPS * step_s)
+    wanted = max(BUDGET_S, _BUDGET_STEPS * step_s)
     if run_s is None:
         return wanted
-    every_one_s = (plans + changes) * _COMPARED_STEPS * step_s
-    return min(max(wanted, min(every_one_s, _SHARE_FOR_ALL * run_s)), share * run_s)
+    all_runs_s = run_s * share / SHARE_OF_RUN
+    return min(wanted, max(min(share * run_s, _LONG_RUN_S), _LONG_SHARE * all_runs_s))
 
 
 def why_not_now(change: PlanChange, *, run_s: float | None, left_s: float, comparison_s: float) -> str | None:
@@ -477,7 +470,7 @@ def why_not_now(change: PlanChange, *, run_s: float | None, left_s: float, compa
         return (
             f"it takes about {change.cost_s:.0f} s to start, and the stop rule does not limit the duration of the run"
         )
-    if change.cost_s and run_s is not None and change.cost_s > SHARE_OF_RUN * run_s:
+    if change.cost_s and run_s is not None and change.cost_s > _START_SHARE * run_s:
         return f"it takes about {change.cost_s:.0f} s to start, and the run takes at most {run_s:.0f} s"
     if not change.cost_s and left_s < comparison_s:
         return "no time was left to measure it"
@@ -486,7 +479,7 @@ def why_not_now(change: PlanChange, *, run_s: float | None, left_s: float, compa
 
 @dataclass
 class Comparison:
-    """Comparison of a changed plan (the challenger) with the best plan so far.
+    """Comparison of a plan (the challenger) with the first plan, or with the best plan so far.
 
     Each round adds the step time of both plans in seconds.
     """
@@ -505,6 +498,11 @@ class Comparison:
         return [c / b for c, b in zip(self.challenger, self.best, strict=True)]
 
     @property
+    def ratio(self) -> Interval:
+        """Median of the ratios, with its interval."""
+        return median_interval(self.ratios)
+
+    @property
     def decided(self) -> bool:
         """True if further rounds would not change the verdict.
 
@@ -521,36 +519,59 @@ class Comparison:
         return len(self.ratios) > 1 and all(r > _HOPELESS for r in self.ratios)
 
     @property
-    def share(self) -> float:
-        """Fraction of the remaining time that the comparison may take.
-
-        The fraction is larger if the challenger may win.
-        """
-        return 2 / 3 if median(self.ratios) < 1 - _LEAST_GAIN else 1 / 3
-
-    @property
     def wins(self) -> bool:
         """True if the whole interval of the ratio lies clearly below 1."""
-        return len(self.ratios) >= LEAST_ROUNDS and median_interval(self.ratios).high < 1 - _LEAST_GAIN
+        return len(self.ratios) >= LEAST_ROUNDS and self.ratio.high < 1 - _LEAST_GAIN
 
-    def tried(self, change: PlanChange) -> Trial:
-        """Return the trial of the challenger's change, with its verdict."""
-        ratio = median_interval(self.ratios)
-        if change.hint:
-            verdict = f"not taken: {change.hint}" if self.wins else "not taken: no faster"
-        elif self.wins:
+    def tried(self, what: str, predicted_s: float | None = None, *, kept: bool | None = None, hint: str = "") -> Trial:
+        """Return the trial of the challenger, with its verdict.
+
+        Args:
+            kept: whether the challenger was chosen among several; None if it is chosen if it wins.
+            hint: reason why the challenger is not chosen even if it wins.
+        """
+        ratio = self.ratio
+        if hint:
+            verdict = f"not taken: {hint}" if self.wins else "not taken: no faster"
+        elif self.wins if kept is None else kept:
             verdict = "kept"
         elif ratio.low > 1:
             verdict = "not kept: slower"
         elif self.hopeless:
             verdict = f"not kept: slower, in each of {len(self.ratios)} rounds"
+        elif ratio.high < 1 or (kept is False and ratio.middle < 1 - _LEAST_GAIN):
+            verdict = "not kept: another one is faster"
         else:
             verdict = "not kept: no difference"
         step, best = median_interval(self.challenger), median_interval(self.best)
         # compare medians alone, since few rounds give no useful interval
         if len(self.ratios) < LEAST_REPEATS:
             ratio, step, best = (Interval(i.middle, i.middle, i.middle) for i in (ratio, step, best))
-        return Trial(str(change), verdict, step, ratio, change.predicted_s, best)
+        return Trial(what, verdict, step, ratio, predicted_s, best)
+
+
+def bases_of(job: Job, cluster: Cluster, first: Plan, forecasts: Iterable[Forecast], *, settings: bool) -> list[Plan]:
+    """Return the plans whose combinations with settings are searched; the first plan comes first.
+
+    Predictions are not exact enough to decide about the number of processes and threads of a machine's cores, so all of
+    them are among the plans.
+    """
+    more = [change for change in plan_changes(job, cluster, first) if change.of_ranks and change.untried is None]
+    plans = [first, *(Plan.parse(forecast.plan) for forecast in forecasts)]
+    if settings:
+        plans += [change.on(first) for change in more]
+        plans += [replace(plan, threads=1) for plan in plans if _has_threads_to_spare(cluster, plan)]
+    return list(dict.fromkeys(plans))
+
+
+def _other_ranks(cluster: Cluster, plan: Plan) -> list[PlanChange]:
+    """Return changes of the number of ranks, and of the threads of a single rank."""
+    found = _other_divisions(cluster, plan)
+    if _has_threads_to_spare(cluster, plan):
+        found.append(PlanChange({"threads": 1}))
+    elif plan.threads and _has_threads_to_spare(cluster, replace(plan, threads=0)):
+        found.append(PlanChange({"threads": 0}))
+    return [replace(change, of_ranks=True) for change in found]
 
 
 def _other_divisions(cluster: Cluster, plan: Plan) -> list[PlanChange]:
@@ -565,12 +586,6 @@ def _other_divisions(cluster: Cluster, plan: Plan) -> list[PlanChange]:
 
 def _has_threads_to_spare(cluster: Cluster, plan: Plan) -> bool:
     return plan.ranks == 1 and not cluster.has_accelerators and threads_on(cluster, plan) > 1
-
-
-def idle_cores(cluster: Cluster, plan: Plan) -> list[PlanChange]:
-    """Return the change that gives all cores to a single rank, if there is one."""
-    spare = plan.threads > 0 and _has_threads_to_spare(cluster, replace(plan, threads=0))
-    return [PlanChange({"threads": 0})] if spare else []
 
 
 def _hints(job: Job, cluster: Cluster) -> list[PlanChange]:

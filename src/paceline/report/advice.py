@@ -477,7 +477,7 @@ def _settings(model: Model) -> list[Suggestion]:
     tried = [change for change in found if not (change.untried or change.hint)]
     # `from_parts` suggests loader processes if the run waits for data
     told = {*DEGREES, "num_workers"}
-    same = [change for change in tried if not change.cost_s and not change.whole and not set(change.changes) & told]
+    same = [change for change in tried if not change.cost_s and not set(change.changes) & told]
     plans = {str(change): change.on(run.plan) for change in same}
     return [Suggestion(what, None, "not predicted", plan) for what, plan in plans.items()]
 

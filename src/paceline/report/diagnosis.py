@@ -285,18 +285,9 @@ def _results(
 
 
 def _ratios(rows: list[Trial]) -> dict[str, Interval]:
-    """Compute the ratio of each plan's step time to the first plan's step time.
-
-    Each plan was compared with the best plan so far, so the ratios are multiplied.
-    """
-    best = Interval(1.0, 1.0, 1.0)
-    found = {rows[0].change: best}
-    for row in rows[1:]:
-        if row.ratio is not None:
-            ratio = row.ratio
-            found[row.change] = Interval(ratio.low * best.low, ratio.middle * best.middle, ratio.high * best.high)
-            best = found[row.change] if row.verdict == "kept" else best
-    return found
+    """Return the ratio of each plan's step time to the first plan's step time."""
+    found = {row.change: row.ratio for row in rows[1:] if row.ratio is not None}
+    return {rows[0].change: Interval(1.0, 1.0, 1.0), **found}
 
 
 def _measured(plan: str, ratios: dict[str, Interval], rows: list[Trial]) -> str:

@@ -24,6 +24,7 @@ from paceline.planning.check.plan_errors import auto_plan, plan_errors
 from paceline.planning.history import Pair, remember
 from paceline.planning.plan import Plan
 from paceline.planning.shortlist import (
+    FAILED,
     HEADING,
     NOT_TRIED,
     ONE_CORE,
@@ -367,7 +368,7 @@ _APART = 0.97
 
 
 def measure(job: Job, cluster: Cluster, found: TuningResult, tell: Tell) -> TuningResult:
-    """Measure the default plan, the other predicted plans, then settings of the best plan.
+    """Measure the default plan, then combinations of the other plans and settings.
 
     A plan that divides the model needs all ranks of a launch. If such a plan has fewer ranks, it is measured in its own
     launch if there is time.
@@ -455,12 +456,16 @@ def _try(request: tuple[Job, Cluster, TuningResult], report: Callable[[TuningRes
 def _leave_out(found: TuningResult, reason: str) -> None:
     what = str(found.under_way)
     forecast = found.forecast_of(what)
-    found.tried.append(Trial(what, f"failed: {reason}", predicted_s=forecast.step_s if forecast else None))
+    found.tried.append(Trial(what, f"{FAILED}{reason}", predicted_s=forecast.step_s if forecast else None))
     found.under_way = None
 
 
 def _give_up(job: Job, cluster: Cluster, found: TuningResult) -> None:
-    """Add rows for the plans and settings that were not tried because of failures."""
+    """Choose among the plans that were measured, and add rows for those that were not tried because of failures."""
+    wins = [plan for plan, comparison in found.compared.items() if comparison.wins]
+    found.best = min(wins, key=lambda plan: found.compared[plan].ratio.middle, default=found.default)
+    found.gain = found.compared[found.best].ratio.middle if wins else 1.0
+    found.tried += [one.tried(plan, kept=plan == found.best) for plan, one in found.compared.items()]
     known = {row.change for row in found.tried}
     left = [(f.plan, f.step_s) for f in found.forecasts] + [
         (str(change), None) for change in plan_changes(job, cluster, Plan.parse(found.best))
@@ -481,17 +486,13 @@ def _apart(job: Job, cluster: Cluster, found: TuningResult, forecast: Forecast) 
         own = _started(job, cluster, alone, Plan.parse(forecast.plan).ranks, lambda rows: None).tried[0].step_s
     except LaunchError as error:
         _raise_if_of_any_plan(error)
-        return Trial(forecast.plan, f"failed: {reason_of(error)}", predicted_s=forecast.step_s)
-    best = _best_step(found)
-    if own is None or best is None:
+        return Trial(forecast.plan, f"{FAILED}{reason_of(error)}", predicted_s=forecast.step_s)
+    first = found.tried[0].step_s
+    if own is None or first is None:
         return Trial(forecast.plan, "not kept: it was not measured to its end", predicted_s=forecast.step_s)
-    ratio = Interval(own.low / best.high, own.middle / best.middle, own.high / best.low)
-    wins = ratio.high < _APART
+    ratio = Interval(own.low / first.high, own.middle / first.middle, own.high / first.low)
+    wins = ratio.high < _APART * found.gain
     if wins:
-        found.best, found.gain = forecast.plan, found.gain * ratio.middle
-    verdict = "kept" if wins else "not kept: slower" if ratio.low > 1 else "not kept: no difference"
-    return Trial(forecast.plan, verdict, own, ratio, forecast.step_s, best)
-
-
-def _best_step(found: TuningResult) -> Interval | None:
-    return next((row.step_s for row in reversed(found.tried) if row.verdict == "kept"), found.tried[0].step_s)
+        found.best, found.gain = forecast.plan, ratio.middle
+    verdict = "kept" if wins else "not kept: slower" if ratio.low > found.gain else "not kept: no difference"
+    return Trial(forecast.plan, verdict, own, ratio, forecast.step_s, first)

@@ -19,7 +19,7 @@ from paceline.job.job import Job
 from paceline.planning.check.plan_errors import plan_errors
 from paceline.planning.history import WORK, hardware_of, keep, short_hash, work_facts
 from paceline.planning.plan import Plan
-from paceline.planning.shortlist import SHARE_OF_RUN, Forecast, Trial, longest_run_s
+from paceline.planning.shortlist import SHARE_OF_RUN, Comparison, Forecast, Trial, longest_run_s
 
 BEGINNING = "the plan to begin with"
 
@@ -32,6 +32,7 @@ class TuningResult:
         default: default plan, with which the trial begins.
         best: fastest plan so far.
         tried: rows of the tried plans and settings; the first row is the default plan.
+        compared: rounds of the other plans, as text, each with the default plan.
         under_way: plan or setting that is being tried; None between trials.
         step_s: median step time of the default plan.
         run_s: longest possible duration of the run at this step time; None if unknown.
@@ -48,6 +49,7 @@ class TuningResult:
     default: str
     best: str
     tried: list[Trial] = field(default_factory=list)
+    compared: dict[str, Comparison] = field(default_factory=dict)
     under_way: str | None = None
     step_s: float = 0.0
     steps_per_epoch: int = 0

@@ -11,10 +11,10 @@ import gc
 import os
 import time
 import warnings
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -26,10 +26,12 @@ from paceline.data.loader import Loader
 from paceline.device import is_accelerator, synchronize
 from paceline.engine.calls import use_onednn
 from paceline.engine.engine import RankEngine
-from paceline.engine.meter import OPTIMIZER, Timing
+from paceline.engine.meter import Timing
 from paceline.job.job import Job
 from paceline.job.partition import Partition
 from paceline.job.samples import DataSets
+from paceline.planning.halving import HALVES, ROUNDS, WIDTH, Halving, combined, plain, settings_on
+from paceline.planning.model.model_info import model_info
 from paceline.planning.plan import Plan, cores_of
 from paceline.planning.shortlist import (
     LEAST_ROUNDS,
@@ -37,8 +39,8 @@ from paceline.planning.shortlist import (
     Comparison,
     PlanChange,
     Trial,
+    bases_of,
     budget_s,
-    idle_cores,
     longest_run_s,
     plan_changes,
     why_not_now,
@@ -48,122 +50,137 @@ from paceline.run.tuning.result import BEGINNING, TuningResult
 from paceline.stats import median_interval
 from paceline.wire.status import StatusBoard
 
-# assumed minimum of seconds for dividing the model in another way
-_DIVIDING_S = 1.0
+T = TypeVar("T")
+
+# assumed seconds until a plan's engine can take its first step
+_STARTING_S = 0.05
+# models in memory at the same time: at most this number, and this share of the free memory
+_MOST_ALIVE, _SHARE_OF_MEMORY = 10, 0.25
 
 
 class RankTrial:
     """One rank of a trial.
 
-    `report` is called with the result so far, whenever it changes; only rank 0's result is used.
+    `report` is called with the result so far, whenever it changes; only rank 0's result is used. Rank 0 also decides
+    what is measured next, by its own clock.
     """
 
     def __init__(
         self, job: Job, cluster: Cluster, found: TuningResult, group: Group, report: Callable[[TuningResult], None]
     ) -> None:
         self.job, self.cluster, self.findings, self.group, self.report = job, cluster, found, group, report
-        self.default = Plan.parse(found.default)
+        self.first = Plan.parse(found.default)
         self.board = StatusBoard.of_this_rank()
         self.cores = os.sched_getaffinity(0)
         # start of the time that the budget limits
         self.since: float | None = None
         self.spent_before_s = found.spent_s
+        self.alive: dict[Plan, TrialCandidate] = {}
+        # number of plans whose models are in memory at the same time
+        self.room = 2
         seed_all(job.seed)
         self.data = job.data.build(input_shape=job.model.input_shape(), seed=job.seed)
 
     def run(self) -> TuningResult:
-        """Compare each plan with the best so far, then settings of the best."""
+        """Measure the first plan, search the combinations, then compare the best with what is tried last."""
         self._now_trying(BEGINNING)
-        self.best = self._candidate(Plan.parse(self.findings.best))
-        self._begin([self._turn(self.best) for _ in range(LEAST_ROUNDS)])
-        others = [f for f in self.findings.forecasts if f.plan != self.findings.default]
-        # plans that leave cores idle: predictions are not exact enough to decide about them
-        alone = idle_cores(self.cluster, self.best.plan) if self.findings.settings else []
-        self._try([*alone, *(PlanChange.of(Plan.parse(other.plan), other.step_s) for other in others)])
-        if self.findings.settings:
-            self._try(plan_changes(self.job, self.cluster, self.best.plan))
+        self._begin()
+        found, settings = self.findings, self.findings.settings
+        bases = bases_of(self.job, self.cluster, self.first, found.forecasts, settings=settings)
+        norm = settings and bool(model_info(self.job.model).batch_norms)
+        every = combined(self.job, self.cluster, bases, batch_norm=norm) if settings else plain(bases)
+        failed = frozenset(row.change for row in found.tried if row.failed)
+        self.halving = Halving(self.first, every, found.forecasts, found.compared, failed)
+        self._search()
+        best = self._agreed(str(self.halving.chosen()))
+        if best in found.compared:
+            found.gain = found.compared[best].ratio.middle
+        found.best = best
+        known = {row.change for row in found.tried}
+        found.tried += [row for row in self.halving.rows() if row.change not in known]
+        if settings:
+            found.tried += self._left_out()
+            self._try_last()
         self._now_trying(None)
-        self.best.close()
-        return self.findings
+        for candidate in self.alive.values():
+            candidate.close()
+        return found
 
-    def _try(self, changes: list[PlanChange]) -> None:
-        done = {row.change for row in self.findings.tried}
-        for change in changes:
-            if str(change) not in done and change.on(self.best.plan) != self.best.plan:
-                self._note(self._untried(change) or self._tried(change))
-
-    def _begin(self, step_s: list[float]) -> None:
-        """Set the time budget from the first plan's step time.
+    def _begin(self) -> None:
+        """Measure the first plan, and set the time budget from its step time.
 
         The time of this measurement does not count towards the budget.
         """
-        findings, own = self.findings, median_interval(step_s)
-        self.best_s = own.middle
-        if not findings.tried:
-            findings.step_s, findings.steps_per_epoch = own.middle, int(self._greatest(self.best.steps_per_epoch))
+        findings, before = self.findings, _available_bytes(self.group.device)
+        first = self._candidate(self.first)
+        own = median_interval([self._turn(first) for _ in range(LEAST_ROUNDS)])
+        used = max(1.0, before - _available_bytes(self.group.device))
+        self.room = int(-self._greatest(-max(2.0, min(_MOST_ALIVE, _SHARE_OF_MEMORY * before / used))))
+        self.turn_s = own.middle * (first.steps_a_turn + first.settles)
+        if findings.step_s == 0:
+            findings.step_s, findings.steps_per_epoch = own.middle, int(self._greatest(first.steps_per_epoch))
         findings.run_s = longest_run_s(self.job, findings.step_s, findings.steps_per_epoch)
-        alone = idle_cores(self.cluster, self.best.plan) if findings.settings else []
-        others = len(alone) + sum(forecast.plan != findings.default for forecast in findings.forecasts)
-        found = plan_changes(self.job, self.cluster, self.best.plan) if findings.settings else []
-        compared = sum(change.untried is None and not change.cost_s for change in found) - len(alone)
-        findings.budget_s = budget_s(
-            findings.step_s, findings.run_s, plans=others, changes=compared, share=findings.share
-        )
+        findings.budget_s = budget_s(findings.step_s, findings.run_s, share=findings.share)
         self.since = time.monotonic()
         if not findings.tried:
             forecast = findings.forecast_of(findings.default)
             verdict = f"{BEGINNING}; the others get {findings.budget_s:.1f} s"
             self._note(Trial(findings.default, verdict, own, predicted_s=forecast.step_s if forecast else None))
 
-    def _untried(self, change: PlanChange) -> Trial | None:
-        turn = self.best.steps_a_turn + self.best.settles
-        comparison_s = (2 * LEAST_ROUNDS * turn + WARM_UP_STEPS) * self.best_s + (_DIVIDING_S if change.whole else 0.0)
-        why = why_not_now(
-            change,
-            run_s=self.findings.run_s,
-            left_s=self.findings.budget_s - self._spent_s(),
-            comparison_s=comparison_s,
-        )
-        if why is None:
-            return None
-        self.findings.complete &= change.untried is not None
-        return Trial(str(change), f"{NOT_TRIED}{why}", predicted_s=change.predicted_s)
+    def _search(self) -> None:
+        """Measure the other plans and single settings, then promising combinations, then the best of them for longer.
 
-    def _tried(self, change: PlanChange) -> Trial:
-        """Compare the best plan with a challenger, and keep the faster one.
-
-        The challenger is another plan, or the best plan with a changed setting.
+        Time for the last group is kept from the beginning.
         """
-        self._now_trying(str(change))
-        asked_s = self._spent_s()
-        challenger = self._candidate(change.on(self.best.plan))
-        begun_s = self._spent_s()
-        # the run is long enough for this cost, so add it to the budget
-        if change.cost_s:
-            self.findings.budget_s += begun_s - asked_s
-        # remaining budget for this and later comparisons
-        left_s = self.findings.budget_s - begun_s
-        comparison = Comparison()
-        comparison.add(challenger.warm_s, self.best_s)
-        comparison.add(self._turn(challenger), self._turn(self.best))
-        # if the challenger is hopelessly slow, these two rounds decide; otherwise measure it without the warm-up
-        if not comparison.hopeless:
-            comparison = Comparison()
-        while not comparison.decided and (
-            len(comparison.ratios) < LEAST_ROUNDS or self._spent_s() - begun_s < comparison.share * left_s
-        ):
-            comparison.add(*self._round(challenger, of_update=change.of_update))
-        tried = comparison.tried(change)
-        if comparison.wins and not change.hint and tried.ratio and tried.step_s:
-            self.findings.gain *= tried.ratio.middle
-            self.best_s = tried.step_s.middle
-            self.best, challenger = challenger, self.best
-            self.findings.best = str(self.best.plan)
-        challenger.close()
-        del challenger
-        # a model and its optimizer form a reference cycle; free their memory for the next candidate
-        gc.collect()
-        return tried
+        last_s = (HALVES[-1][0] + 1) * LEAST_ROUNDS * self.turn_s
+        budget_s, halving = self.findings.budget_s, self.halving
+        start = self._agreed([str(plan) for plan in halving.start if str(plan) not in halving.compared])
+        # with long steps, one round
+        rounds = ROUNDS if 2 * ROUNDS * len(start) * self.turn_s < budget_s / 2 else 1
+        for i in range(0, len(start), self.room - 1):
+            self._rounds(start[i : i + self.room - 1], rounds, budget_s - last_s)
+        while self._spent_s() < budget_s / 2:
+            new = self._agreed([str(plan) for plan in halving.promising(min(WIDTH, self.room - 1))])
+            if not new:
+                break
+            self._rounds(new, rounds, budget_s * 2 / 3)
+        for count, more in HALVES:
+            best = self._agreed([str(plan) for plan in halving.best(min(count, self.room - 1))])
+            self._rounds(best, more, budget_s - (last_s if count > HALVES[-1][0] else 0.0))
+        # the last plans are compared until they are decided
+        while not self._agreed(all(halving.compared[plan].decided for plan in best)):
+            if not self._rounds(best, 1, budget_s):
+                break
+
+    def _rounds(self, plans: Sequence[str], count: int, until_s: float) -> bool:
+        """Measure these plans and the first plan in turn; return False if there was no time for one of them."""
+        in_time = True
+        for number in range(count):
+            first_s = 0.0
+            for text in plans if number % 2 == 0 else reversed(plans):
+                new = text not in self.findings.compared
+                takes_s = 2 * self.turn_s + new * (WARM_UP_STEPS * self.findings.step_s + _STARTING_S)
+                if self._spent_s() + takes_s > until_s:
+                    self.findings.complete &= not new
+                    in_time = False
+                    continue
+                first_s = first_s or self._turn(self._alive(self.first))
+                self._now_trying(text)
+                own_s = self._turn(self._alive(Plan.parse(text)))
+                self.findings.compared.setdefault(text, Comparison()).add(own_s, first_s)
+        return in_time
+
+    def _alive(self, plan: Plan) -> TrialCandidate:
+        """Return the candidate of a plan; close the one that was used longest ago if there is no room."""
+        if plan in self.alive:
+            self.alive[plan] = self.alive.pop(plan)
+            return self.alive[plan]
+        while len(self.alive) >= self.room:
+            oldest = next(one for one in self.alive if one != self.first)
+            self.alive.pop(oldest).close()
+            # a model and its optimizer form a reference cycle; free their memory for the next candidate
+            gc.collect()
+        return self._candidate(plan)
 
     def _candidate(self, plan: Plan) -> TrialCandidate:
         group, host = part_of(self.group, plan), self.cluster.hosts[0]
@@ -172,18 +189,51 @@ class RankTrial:
             self.job, plan, self.data, group, threads=plan.threads_for(host, plan.ranks), cores=cores
         )
         candidate.is_warm(self._greatest(candidate.warm_up()))
+        self.alive[plan] = candidate
         return candidate
 
-    def _round(self, challenger: TrialCandidate, *, of_update: bool) -> tuple[float, float]:
-        """Return seconds per step of the challenger and the best plan.
+    def _left_out(self) -> Iterator[Trial]:
+        """Yield the settings that cannot help, or for which no time was left."""
+        measured = {name for one in self.halving.all if str(one.plan) in self.findings.compared for name in one.names}
+        for change in settings_on(self.job, self.cluster, self.first, batch_norm=False):
+            if change.untried:
+                yield Trial(str(change), f"{NOT_TRIED}{change.untried}")
+            elif change.name not in measured and str(change) not in {row.change for row in self.findings.tried}:
+                self.findings.complete = False
+                yield Trial(str(change), f"{NOT_TRIED}no time was left to measure it")
 
-        With `of_update`, only their optimizer updates are compared.
-        """
-        new_s, best_s = self._turn(challenger), self._turn(self.best)
-        if not of_update:
-            return new_s, best_s
-        updates_s = self._greatest(challenger.update_s), self._greatest(self.best.update_s)
-        return apart_from_updates((new_s, best_s), updates_s)
+    def _try_last(self) -> None:
+        """Compare the best plan with changes that take long to start, or are only reported."""
+        best = Plan.parse(self.findings.best)
+        for change in plan_changes(self.job, self.cluster, best):
+            if not (change.cost_s or change.hint) or str(change) in {row.change for row in self.findings.tried}:
+                continue
+            left_s = self.findings.budget_s - self._spent_s()
+            comparison_s = 2 * LEAST_ROUNDS * self.turn_s
+            why = why_not_now(change, run_s=self.findings.run_s, left_s=left_s, comparison_s=comparison_s)
+            if why is not None:
+                self.findings.complete &= change.untried is not None
+                self._note(Trial(str(change), f"{NOT_TRIED}{why}"))
+                continue
+            self._note(self._compared(change))
+
+    def _compared(self, change: PlanChange) -> Trial:
+        """Compare a change with the best plan, and take it if it is faster beyond doubt."""
+        best, comparison, begun_s = Plan.parse(self.findings.best), Comparison(), self._spent_s()
+        self._now_trying(str(change))
+        changed = change.on(best)
+        self._alive(changed)
+        # the run is long enough for this cost, so add it to the budget
+        self.findings.budget_s += self._spent_s() - begun_s
+        while not comparison.decided and (
+            len(comparison.ratios) < LEAST_ROUNDS or self._spent_s() < self.findings.budget_s
+        ):
+            comparison.add(self._turn(self._alive(changed)), self._turn(self._alive(best)))
+        tried = comparison.tried(str(change), hint=change.hint or "")
+        if comparison.wins and not change.hint:
+            self.findings.gain *= comparison.ratio.middle
+            self.findings.best = str(changed)
+        return tried
 
     def _turn(self, candidate: TrialCandidate) -> float:
         return self._greatest(candidate.turn())
@@ -197,6 +247,12 @@ class RankTrial:
         self.board.mark("sync", 0)
         return greatest(self.group, value)
 
+    def _agreed(self, value: T) -> T:
+        """Return rank 0's value on all ranks."""
+        self.board.mark("sync", 0)
+        agreed: T = self.group.gather_json(value)[0]
+        return agreed
+
     def _now_trying(self, what: str | None) -> None:
         self.findings.under_way = what
         self.findings.spent_s = self._spent_s()
@@ -207,22 +263,18 @@ class RankTrial:
         self._now_trying(None)
 
 
-def apart_from_updates(steps_s: tuple[float, float], updates_s: tuple[float, float]) -> tuple[float, float]:
-    """Return step times of two plans that differ only in their optimizer updates.
-
-    The time outside of the updates is replaced with its mean over both plans. If an update's time is unknown (0), the
-    step times are returned unchanged.
-    """
-    if not all(updates_s):
-        return steps_s
-    rest_s = (sum(steps_s) - sum(updates_s)) / 2
-    return rest_s + updates_s[0], rest_s + updates_s[1]
+def _available_bytes(device: torch.device) -> float:
+    """Return the memory that this rank could still allocate."""
+    if is_accelerator(device):
+        free: int = torch.accelerator.get_memory_info(device)[0]
+        return float(free)
+    return float(os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
 
 
 WARM_UP_STEPS = 2
 # seconds of one plan's turn, before the other plan's turn
 _TURN_S = 0.15
-_MOST_STEPS_A_TURN = 8
+_MOST_STEPS_A_TURN = 50
 # factor for turns with loader processes, which have read ahead during the other plan's turn
 _LONGER = 4
 # If steps are shorter than this many seconds, a turn's first step is slow, because caches and threads still serve the
@@ -237,9 +289,6 @@ class TrialCandidate:
         group: group of the plan's ranks, from `part_of`; None on other ranks.
         threads: number of threads of a rank.
         cores: cores on which a rank may run.
-
-    Attributes:
-        update_s: seconds per step of the optimizer updates in the newest turn; 0 if unknown.
     """
 
     def __init__(
@@ -247,7 +296,7 @@ class TrialCandidate:
     ) -> None:
         self.plan, self.threads, self.cores = plan, threads, cores
         self.steps_a_turn = self.steps_per_epoch = 1
-        self.warm_s, self.settles, self.update_s = 0.0, False, 0.0
+        self.settles = False
         self._longer = _LONGER if plan.num_workers or job.data.num_workers else 1
         self.engine: RankEngine | None = None
         if group is None:
@@ -272,7 +321,6 @@ class TrialCandidate:
 
     def is_warm(self, step_s: float) -> None:
         """Set the number of steps per turn from the slowest rank's step time."""
-        self.warm_s = step_s
         self.settles = step_s < _SETTLING_S
         most = _MOST_STEPS_A_TURN * self._longer
         self.steps_a_turn = max(1, min(most, round(_TURN_S / step_s)))
@@ -308,11 +356,10 @@ class TrialCandidate:
         assert self.engine is not None
         synchronize(self.engine.device)
         started = time.perf_counter()
-        timings = [self.step() for _ in range(count)]
+        for _ in range(count):
+            self.step()
         synchronize(self.engine.device)
-        taken_s = time.perf_counter() - started
-        self.update_s = sum(timing.parts_s[OPTIMIZER] for timing in timings if timing is not None) / count
-        return taken_s / count
+        return (time.perf_counter() - started) / count
 
     def _take_over(self) -> None:
         torch.set_num_threads(self.threads)

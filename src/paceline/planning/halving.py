@@ -1,0 +1,211 @@
+"""Successive halving over combinations of plans and settings.
+
+A combination is a plan with a subset of the settings that may make it faster. The first plan takes part in every round,
+so each time is compared with a time of the same seconds. The logarithm of a combination's ratio to the first plan is
+modelled as a Gaussian process: the effects of the plan and of each setting add up, with small effects of pairs. The
+predictions of the plans are its mean before anything is measured.
+
+1. The other plans, and each setting alone on the plan with the best prediction, are measured for some rounds.
+2. The most promising combinations follow, in groups, until half of the time is spent.
+3. The best of them are measured for longer, in ever smaller groups.
+
+The module does not need torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import combinations
+from math import log
+from statistics import median
+
+import numpy as np
+
+from paceline.cluster.cluster import Cluster
+from paceline.job.job import Job
+from paceline.planning.check.rules import reasons_against
+from paceline.planning.plan import Plan
+from paceline.planning.shortlist import (
+    DOUBT_UNCALIBRATED,
+    LEAST_ROUNDS,
+    Comparison,
+    Floats,
+    Forecast,
+    PlanChange,
+    Trial,
+    plan_changes,
+)
+
+# standard deviations of logarithms: of the effect of a setting, of a pair of choices, and of a combination itself
+SETTING, PAIR, OWN = 0.15, 0.04, 0.02
+# noise of the ratio of one round, before it is known and at least
+NOISE, LEAST_NOISE = 0.08, 0.01
+# number of combinations in a group of the search, in the smaller groups that follow, and the rounds of each
+WIDTH, ROUNDS = 8, 2
+HALVES = ((4, 4), (2, 6))
+# a simpler combination is taken if its step is longer by at most this fraction
+ALIKE = 0.005
+# combinations that are predicted slower than the best by more than this logarithm are not measured
+_HOPELESS = 0.1
+
+
+@dataclass(frozen=True)
+class Combination:
+    """A plan, and the settings that are changed in it.
+
+    Attributes:
+        base: the plan without the changed settings.
+        names: plan keys of the changed settings.
+    """
+
+    plan: Plan
+    base: Plan
+    names: frozenset[str]
+
+
+def settings_on(job: Job, cluster: Cluster, plan: Plan, *, batch_norm: bool) -> list[PlanChange]:
+    """Return the settings that may make this plan faster and can be combined, and those without a chance.
+
+    Args:
+        batch_norm: whether the model normalizes over a microbatch, so that more of them change the result.
+    """
+    found = [c for c in plan_changes(job, cluster, plan) if not (c.cost_s or c.hint or c.of_ranks)]
+    exact = not (batch_norm or plan.splits or cluster.has_accelerators)
+    parts = PlanChange({"microbatches": 2 * plan.microbatches})
+    return [*found, parts] if exact and not reasons_against(parts.on(plan), job, cluster) else found
+
+
+def combined(job: Job, cluster: Cluster, bases: Iterable[Plan], *, batch_norm: bool) -> list[Combination]:
+    """Return every combination of these plans and their settings; first of all the plans alone."""
+    found = {one.plan: one for one in plain(bases)}
+    for base in list(found):
+        changes = [c for c in settings_on(job, cluster, base, batch_norm=batch_norm) if c.untried is None]
+        for size in range(1, len(changes) + 1):
+            for some in combinations(changes, size):
+                plan = base
+                for change in some:
+                    plan = change.on(plan)
+                found.setdefault(plan, Combination(plan, base, frozenset(change.name for change in some)))
+    return list(found.values())
+
+
+def plain(bases: Iterable[Plan]) -> list[Combination]:
+    """Return these plans without any settings."""
+    return [Combination(base, base, frozenset()) for base in bases]
+
+
+@dataclass
+class Halving:
+    """Search for the fastest combination.
+
+    Attributes:
+        first: plan with which all others are compared.
+        all: combinations from which the search chooses; the first plan is among them.
+        compared: rounds of each measured plan, as text.
+        failed: texts of plans that cannot run.
+    """
+
+    first: Plan
+    all: list[Combination]
+    forecasts: Sequence[Forecast] = ()
+    compared: dict[str, Comparison] = field(default_factory=dict)
+    failed: frozenset[str] = frozenset()
+
+    def __post_init__(self) -> None:
+        bad = [one for one in self.all if str(one.plan) in self.failed]
+        alone = {name for one in bad if len(one.names) == 1 for name in one.names}
+        bases = {one.base for one in bad if not one.names}
+        self.all = [one for one in self.all if one not in bad and one.base not in bases and not one.names & alone]
+        self._place = {one.plan: i for i, one in enumerate(self.all)}
+        names = sorted({name for one in self.all for name in one.names})
+        bases = {base: i for i, base in enumerate(dict.fromkeys(one.base for one in self.all))}
+        on = np.array([[name in one.names for name in names] for one in self.all], np.float64)
+        on = on.reshape(len(self.all), len(names))
+        base = np.array([bases[one.base] for one in self.all])
+        same, shared = np.asarray(base[:, None] == base, np.float64), on @ on.T
+        predicted = {Plan.parse(f.plan): f for f in self.forecasts}
+        doubt = max((f.doubt for f in self.forecasts), default=DOUBT_UNCALIBRATED)
+        self._covariance = (
+            doubt**2 * same
+            + (SETTING**2 + PAIR**2 * same) * shared
+            + PAIR**2 * shared * (shared - 1) / 2
+            + OWN**2 * np.eye(len(self.all))
+        )
+        own = predicted.get(self.first)
+        means = [log(f.step_s / own.step_s) if own and (f := predicted.get(one.base)) else 0.0 for one in self.all]
+        self._prior = np.array(means)
+
+    @property
+    def start(self) -> list[Plan]:
+        """Plans to measure first: the others alone, and each setting on the plan with the best prediction."""
+        means, _ = self.expected()
+        alone = [one for one in self.all if not one.names]
+        best = min(alone, key=lambda one: means[self._place[one.plan]]).plan
+        singles = [one.plan for one in self.all if one.base == best and len(one.names) == 1]
+        return [plan for plan in (*(one.plan for one in alone), *singles) if plan != self.first]
+
+    def expected(self) -> tuple[Floats, Floats]:
+        """Return the mean of each combination's logarithm of the ratio, and its standard deviation."""
+        seen = [self._place[self.first]]
+        values, variances = [0.0], [1e-8]
+        noise = self._noise()
+        for i, one in enumerate(self.all):
+            if (comparison := self.compared.get(str(one.plan))) and one.plan != self.first:
+                seen.append(i)
+                values.append(log(comparison.ratio.middle))
+                variances.append(noise**2 * 1.5 / len(comparison.ratios))
+        shared = self._covariance[:, seen]
+        gain = np.linalg.solve(shared[seen] + np.diag(variances), shared.T).T
+        means = self._prior + gain @ (np.array(values) - self._prior[seen])
+        variance = np.diag(self._covariance) - np.sum(gain * shared, axis=1)
+        return np.asarray(means), np.sqrt(np.maximum(variance, 0.0))
+
+    def _noise(self) -> float:
+        """Return the standard deviation of a round's logarithm, from the rounds of all plans."""
+        apart = [
+            abs(log(ratio / comparison.ratio.middle))
+            for comparison in self.compared.values()
+            if len(comparison.ratios) >= LEAST_ROUNDS // 2
+            for ratio in comparison.ratios
+        ]
+        return max(LEAST_NOISE, 1.48 * median(apart)) if len(apart) >= LEAST_ROUNDS else NOISE
+
+    def promising(self, count: int = WIDTH) -> list[Plan]:
+        """Return unmeasured combinations that may be the fastest, the most promising first."""
+        means, doubts = self.expected()
+        hope = means - doubts
+        new = [i for i, one in enumerate(self.all) if str(one.plan) not in self.compared and one.plan != self.first]
+        limit = float(np.min(means)) + _HOPELESS
+        likely = sorted((i for i in new if hope[i] < np.min(means) and means[i] < limit), key=lambda i: float(hope[i]))
+        return [self.all[i].plan for i in likely[:count]]
+
+    def best(self, count: int, least_rounds: int = 1) -> list[Plan]:
+        """Return the measured plans with the shortest expected steps, the best first."""
+        means, _ = self.expected()
+        measured = [
+            i
+            for i, one in enumerate(self.all)
+            if (comparison := self.compared.get(str(one.plan))) and len(comparison.ratios) >= least_rounds
+        ]
+        return [self.all[i].plan for i in sorted(measured, key=lambda i: float(means[i]))[:count]]
+
+    def chosen(self) -> Plan:
+        """Return the fastest combination if it is faster than the first plan beyond doubt, else the first plan.
+
+        Of combinations that are equally fast, the one with the shortest text is returned.
+        """
+        wins = [plan for plan in self.best(len(self.all), LEAST_ROUNDS) if self.compared[str(plan)].wins]
+        if not wins:
+            return self.first
+        means, _ = self.expected()
+        least = means[self._place[wins[0]]]
+        alike = [plan for plan in wins if means[self._place[plan]] <= least + ALIKE]
+        return min(alike, key=lambda plan: len(str(plan).split()))
+
+    def rows(self) -> Iterator[Trial]:
+        """Yield the row of each measured plan; the chosen plan is last."""
+        predicted = {forecast.plan: forecast.step_s for forecast in self.forecasts}
+        best = str(self.chosen())
+        for text, one in sorted(self.compared.items(), key=lambda item: (item[0] == best, -item[1].ratio.middle)):
+            yield one.tried(text, predicted.get(text), kept=text == best)
