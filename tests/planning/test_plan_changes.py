@@ -25,10 +25,12 @@ from paceline.planning.shortlist import (
     MOST_PLANS,
     MOST_ROUNDS,
     SHARE_OF_RUN,
+    START_S,
     WORTH_S,
     Comparison,
     Forecast,
     PlanChange,
+    bases_of,
     budget_s,
     certain,
     longest_run_s,
@@ -82,6 +84,7 @@ def test_a_loader_process_is_tried_unless_the_job_says_how_many() -> None:
 
 
 def test_one_rank_alone_is_tried_on_one_core() -> None:
+    assert Plan(threads=1) in bases_of(job(), cores(4), Plan(dp=2), [], settings=True)
     assert "threads=1" in [str(change) for change in plan_changes(job(), cores(4), Plan())]
     for cluster, plan in ((cores(4), Plan(dp=2)), (cores(4), Plan(threads=1)), (gpus(1), Plan())):
         assert "threads=1" not in [str(change) for change in plan_changes(job(), cluster, plan)]
@@ -89,7 +92,8 @@ def test_one_rank_alone_is_tried_on_one_core() -> None:
 
 def test_one_rank_on_one_core_is_tried_on_all_of_them() -> None:
     """Predictions of convolutions on several cores err by more than what they would save."""
-    assert next(str(change) for change in plan_changes(job(), cores(4), Plan(threads=1))) == "threads=0"
+    assert "threads=0" in [str(change) for change in plan_changes(job(), cores(4), Plan(threads=1))]
+    assert Plan() in bases_of(job(), cores(4), Plan(threads=1), [], settings=True)
     for cluster, plan in ((cores(4), Plan()), (cores(4), Plan(dp=2)), (cores(1), Plan(threads=1)), (gpus(1), Plan())):
         assert "threads=0" not in [str(change) for change in plan_changes(job(), cluster, plan)]
 
@@ -192,10 +196,10 @@ def compared(pairs: list[tuple[float, float]]) -> Comparison:
 
 @given(times)
 def test_a_change_is_kept_only_where_it_is_faster_beyond_doubt(pairs: list[tuple[float, float]]) -> None:
-    tried = compared(pairs).tried(FUSED)
+    tried = compared(pairs).tried("fused=on")
     assert tried.ratio is not None
     assert (tried.verdict == "kept") == (tried.ratio.high < 0.99)
-    assert compared([(b, a) for a, b in pairs]).tried(FUSED).verdict != "kept" or tried.verdict != "kept"
+    assert compared([(b, a) for a, b in pairs]).tried("fused=on").verdict != "kept" or tried.verdict != "kept"
 
 
 @pytest.mark.parametrize(
@@ -205,15 +209,7 @@ def test_a_change_is_kept_only_where_it_is_faster_beyond_doubt(pairs: list[tuple
 def test_a_clear_case_is_decided_at_once(challenger_s: float, verdict: str) -> None:
     comparison = compared([(challenger_s, 1.0)] * LEAST_ROUNDS)
     assert comparison.decided == (challenger_s in (0.5, 1.1))
-    assert comparison.tried(FUSED).verdict == verdict
-
-
-def test_a_challenger_that_may_win_has_more_of_the_time_that_is_left() -> None:
-    """One at three quarters was not kept, as its interval was still wide when a third of the time was over."""
-    may_win = compared([(0.6, 1.0), (0.75, 1.0), (1.1, 1.0)])
-    assert not may_win.decided
-    assert may_win.share == pytest.approx(2 / 3)
-    assert compared([(0.9, 1.0), (1.0, 1.0), (1.1, 1.0)]).share == pytest.approx(1 / 3)
+    assert comparison.tried("fused=on").verdict == verdict
 
 
 def test_a_row_shows_both_sides_of_its_pairs() -> None:
@@ -222,42 +218,39 @@ def test_a_row_shows_both_sides_of_its_pairs() -> None:
     The ratio is of what stands beside it.
     """
     rounds = [(1.0, 2.0)] * (LEAST_ROUNDS - 1) + [(1.1, 2.2)]
-    line = compared(rounds).tried(FUSED).line()
+    line = compared(rounds).tried("fused=on").line()
     assert re.search(r"  1\.00 s \([01].* to 1.*\) ", line)
     assert re.search(r"0\.50 of 2\.00 s", line)
 
 
 def test_two_rounds_show_medians_without_an_interval() -> None:
-    line = compared([(4.0, 1.0), (5.0, 1.0)]).tried(FUSED).line()
+    line = compared([(4.0, 1.0), (5.0, 1.0)]).tried("fused=on").line()
     assert re.search(r"  4\.50 s +4\.50 of 1\.00 s +not kept: slower$", line)
 
 
 def test_noise_is_no_difference_and_a_hopeless_change_costs_two_rounds() -> None:
-    assert compared([(1.0, 1.2), (1.2, 1.0)] * 10).tried(FUSED).verdict == "not kept: no difference"
+    assert compared([(1.0, 1.2), (1.2, 1.0)] * 10).tried("fused=on").verdict == "not kept: no difference"
     assert not compared([(5.0, 1.0)]).decided, "one may be an accident"
     assert compared([(5.0, 1.0)] * 2).decided
-    assert compared([(5.0, 1.0)] * 2).tried(FUSED).verdict == "not kept: slower"
-    assert compared([(0.1, 1.0)] * 2).tried(FUSED).verdict != "kept", "two rounds are too few to take anything"
+    assert compared([(5.0, 1.0)] * 2).tried("fused=on").verdict == "not kept: slower"
+    assert compared([(0.1, 1.0)] * 2).tried("fused=on").verdict != "kept", "two rounds are too few to take anything"
 
 
 def test_a_faster_precision_is_told_of_and_never_taken() -> None:
     [hint] = [change for change in plan_changes(job(), cores(2), Plan(dp=2)) if change.hint]
     assert (
-        compared([(0.5, 1.0)] * LEAST_ROUNDS).tried(hint).verdict
+        compared([(0.5, 1.0)] * LEAST_ROUNDS).tried(str(hint), hint=str(hint.hint)).verdict
         == "not taken: the job sets fp32; set precision: bf16 to use bf16"
     )
-    assert compared([(1.5, 1.0)] * LEAST_ROUNDS).tried(hint).verdict == "not taken: no faster"
+    assert compared([(1.5, 1.0)] * LEAST_ROUNDS).tried(str(hint), hint=str(hint.hint)).verdict == "not taken: no faster"
 
 
 def test_measuring_costs_a_small_part_of_the_run() -> None:
     assert budget_s(0.01, None) == budget_s(0.01, 3600) == BUDGET_S
     assert budget_s(0.01, 20) == pytest.approx(20 * SHARE_OF_RUN)
     assert budget_s(2.0, 36_000) > BUDGET_S, "long steps take longer to compare"
-    everything = {"plans": 3, "changes": 5}
-    assert budget_s(0.1, 1000, **everything) == pytest.approx(8 * 40 * 0.1), "a long run has time for all"
-    assert budget_s(0.1, 400, **everything) == pytest.approx(0.05 * 400)
-    assert budget_s(0.1, 100, **everything) == pytest.approx(100 * SHARE_OF_RUN)
-    assert budget_s(0.1, None, **everything) == budget_s(0.1, None, plans=3), "nobody knows how long it is"
+    assert budget_s(2.0, 600) + START_S < 0.05 * 600
+    assert budget_s(2.0, 600, share=0.5) > budget_s(2.0, 600), "other runs benefit as well"
 
 
 def test_what_costs_more_than_it_can_bring_is_not_tried() -> None:

@@ -5,7 +5,7 @@ so each time is compared with a time of the same seconds. The logarithm of a com
 modelled as a Gaussian process: the effects of the plan and of each setting add up, with small effects of pairs. The
 predictions of the plans are its mean before anything is measured.
 
-1. The other plans, and each setting alone on the plan with the best prediction, are measured for some rounds.
+1. The other plans are measured for some rounds, then each setting alone on the fastest of them.
 2. The most promising combinations follow, in groups, until half of the time is spent.
 3. The best of them are measured for longer, in ever smaller groups.
 
@@ -17,8 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
-from math import log
-from statistics import median
+from math import log, sqrt
 
 import numpy as np
 
@@ -37,17 +36,21 @@ from paceline.planning.shortlist import (
     plan_changes,
 )
 
-# standard deviations of logarithms: of the effect of a setting, of a pair of choices, and of a combination itself
-SETTING, PAIR, OWN = 0.15, 0.04, 0.02
+# standard deviations of logarithms: of the effect of a setting, of its difference between plans, of a pair of settings,
+# and of a combination itself
+SETTING, ON_PLAN, PAIR, OWN = 0.15, 0.1, 0.06, 0.02
 # noise of the ratio of one round, before it is known and at least
 NOISE, LEAST_NOISE = 0.08, 0.01
 # number of combinations in a group of the search, in the smaller groups that follow, and the rounds of each
 WIDTH, ROUNDS = 8, 2
 HALVES = ((4, 4), (2, 6))
-# a simpler combination is taken if its step is longer by at most this fraction
-ALIKE = 0.005
-# combinations that are predicted slower than the best by more than this logarithm are not measured
-_HOPELESS = 0.1
+# each further setting must save more than this fraction of a step
+LEAST_GAIN = 0.002
+# a combination is faster than the first plan if its expected logarithm is below 0 by these standard deviations
+SURE = 2.0
+# combinations that would be slower than the best by this logarithm, even if they are better than expected, are not
+# measured
+_HOPELESS = 0.05
 
 
 @dataclass(frozen=True)
@@ -115,20 +118,20 @@ class Halving:
     def __post_init__(self) -> None:
         bad = [one for one in self.all if str(one.plan) in self.failed]
         alone = {name for one in bad if len(one.names) == 1 for name in one.names}
-        bases = {one.base for one in bad if not one.names}
-        self.all = [one for one in self.all if one not in bad and one.base not in bases and not one.names & alone]
+        without = {one.base for one in bad if not one.names}
+        self.all = [one for one in self.all if one not in bad and one.base not in without and not one.names & alone]
         self._place = {one.plan: i for i, one in enumerate(self.all)}
         names = sorted({name for one in self.all for name in one.names})
-        bases = {base: i for i, base in enumerate(dict.fromkeys(one.base for one in self.all))}
+        numbers = {base: i for i, base in enumerate(dict.fromkeys(one.base for one in self.all))}
         on = np.array([[name in one.names for name in names] for one in self.all], np.float64)
         on = on.reshape(len(self.all), len(names))
-        base = np.array([bases[one.base] for one in self.all])
+        base = np.array([numbers[one.base] for one in self.all])
         same, shared = np.asarray(base[:, None] == base, np.float64), on @ on.T
         predicted = {Plan.parse(f.plan): f for f in self.forecasts}
         doubt = max((f.doubt for f in self.forecasts), default=DOUBT_UNCALIBRATED)
         self._covariance = (
             doubt**2 * same
-            + (SETTING**2 + PAIR**2 * same) * shared
+            + (SETTING**2 + ON_PLAN**2 * same) * shared
             + PAIR**2 * shared * (shared - 1) / 2
             + OWN**2 * np.eye(len(self.all))
         )
@@ -137,71 +140,83 @@ class Halving:
         self._prior = np.array(means)
 
     @property
-    def start(self) -> list[Plan]:
-        """Plans to measure first: the others alone, and each setting on the plan with the best prediction."""
+    def alone(self) -> list[Plan]:
+        """The other plans without settings."""
+        return [one.plan for one in self.all if not one.names and one.plan != self.first]
+
+    @property
+    def singles(self) -> list[Plan]:
+        """Each setting alone, on the plan that is expected to be the fastest without settings."""
         means, _ = self.expected()
-        alone = [one for one in self.all if not one.names]
-        best = min(alone, key=lambda one: means[self._place[one.plan]]).plan
-        singles = [one.plan for one in self.all if one.base == best and len(one.names) == 1]
-        return [plan for plan in (*(one.plan for one in alone), *singles) if plan != self.first]
+        best = min((self.first, *self.alone), key=lambda plan: means[self._place[plan]])
+        return [one.plan for one in self.all if one.base == best and len(one.names) == 1]
 
     def expected(self) -> tuple[Floats, Floats]:
-        """Return the mean of each combination's logarithm of the ratio, and its standard deviation."""
-        seen = [self._place[self.first]]
-        values, variances = [0.0], [1e-8]
-        noise = self._noise()
-        for i, one in enumerate(self.all):
-            if (comparison := self.compared.get(str(one.plan))) and one.plan != self.first:
-                seen.append(i)
-                values.append(log(comparison.ratio.middle))
-                variances.append(noise**2 * 1.5 / len(comparison.ratios))
+        """Return the mean of each combination's logarithm of the ratio, and its standard deviation.
+
+        Ratios of the same round share the error of the first plan's time.
+        """
+        measured = [
+            (i, self.compared[str(one.plan)]) for i, one in enumerate(self.all) if str(one.plan) in self.compared
+        ]
+        seen = [self._place[self.first], *(i for i, _ in measured)]
+        errors = np.zeros((len(seen), len(seen)))
+        errors[0, 0] = 1e-8
+        # a ratio has the errors of two times; the factor 1.5 is of a median
+        noise = 1.5 * self._noise() ** 2 / 2
+        for row, (_, one) in enumerate(measured, 1):
+            errors[row, row] += noise / len(one.ratios)
+            for column, (_, other) in enumerate(measured, 1):
+                together = len(set(one.best) & set(other.best))
+                errors[row, column] += noise * together / len(one.ratios) / len(other.ratios)
+        values = np.array([0.0, *(log(one.ratio.middle) for _, one in measured)])
         shared = self._covariance[:, seen]
-        gain = np.linalg.solve(shared[seen] + np.diag(variances), shared.T).T
-        means = self._prior + gain @ (np.array(values) - self._prior[seen])
+        gain = np.linalg.solve(shared[seen] + errors, shared.T).T
+        means = self._prior + gain @ (values - self._prior[seen])
         variance = np.diag(self._covariance) - np.sum(gain * shared, axis=1)
         return np.asarray(means), np.sqrt(np.maximum(variance, 0.0))
 
     def _noise(self) -> float:
         """Return the standard deviation of a round's logarithm, from the rounds of all plans."""
-        apart = [
-            abs(log(ratio / comparison.ratio.middle))
-            for comparison in self.compared.values()
-            if len(comparison.ratios) >= LEAST_ROUNDS // 2
-            for ratio in comparison.ratios
-        ]
-        return max(LEAST_NOISE, 1.48 * median(apart)) if len(apart) >= LEAST_ROUNDS else NOISE
+        several = [np.log(one.ratios) for one in self.compared.values() if len(one.ratios) > 1]
+        free = sum(len(logs) - 1 for logs in several)
+        if free < LEAST_ROUNDS:
+            return NOISE
+        return max(LEAST_NOISE, sqrt(sum(float(np.sum((logs - logs.mean()) ** 2)) for logs in several) / free))
 
     def promising(self, count: int = WIDTH) -> list[Plan]:
-        """Return unmeasured combinations that may be the fastest, the most promising first."""
+        """Return unmeasured combinations that may be the fastest.
+
+        Half of them have the shortest expected steps. The others are less certain, and may be even faster.
+        """
         means, doubts = self.expected()
         hope = means - doubts
         new = [i for i, one in enumerate(self.all) if str(one.plan) not in self.compared and one.plan != self.first]
-        limit = float(np.min(means)) + _HOPELESS
-        likely = sorted((i for i in new if hope[i] < np.min(means) and means[i] < limit), key=lambda i: float(hope[i]))
-        return [self.all[i].plan for i in likely[:count]]
+        likely = [i for i in new if hope[i] < np.min(means) + _HOPELESS]
+        expected = sorted(likely, key=lambda i: float(self._values(means)[i]))[: count // 2]
+        hoped = sorted(set(likely) - set(expected), key=lambda i: float(hope[i]))[: count - len(expected)]
+        return [self.all[i].plan for i in (*expected, *hoped)]
 
     def best(self, count: int, least_rounds: int = 1) -> list[Plan]:
         """Return the measured plans with the shortest expected steps, the best first."""
-        means, _ = self.expected()
+        values = self._values(self.expected()[0])
         measured = [
             i
             for i, one in enumerate(self.all)
             if (comparison := self.compared.get(str(one.plan))) and len(comparison.ratios) >= least_rounds
         ]
-        return [self.all[i].plan for i in sorted(measured, key=lambda i: float(means[i]))[:count]]
+        return [self.all[i].plan for i in sorted(measured, key=lambda i: float(values[i]))[:count]]
 
     def chosen(self) -> Plan:
-        """Return the fastest combination if it is faster than the first plan beyond doubt, else the first plan.
+        """Return the fastest combination if it is surely faster than the first plan, else the first plan."""
+        means, doubts = self.expected()
+        least = means + SURE * doubts
+        sure = (plan for plan in self.best(len(self.all), LEAST_ROUNDS) if least[self._place[plan]] < 0)
+        return next(sure, self.first)
 
-        Of combinations that are equally fast, the one with the shortest text is returned.
-        """
-        wins = [plan for plan in self.best(len(self.all), LEAST_ROUNDS) if self.compared[str(plan)].wins]
-        if not wins:
-            return self.first
-        means, _ = self.expected()
-        least = means[self._place[wins[0]]]
-        alike = [plan for plan in wins if means[self._place[plan]] <= least + ALIKE]
-        return min(alike, key=lambda plan: len(str(plan).split()))
+    def _values(self, means: Floats) -> Floats:
+        """Return the expected logarithms with the least gain that settings must bring."""
+        return means + LEAST_GAIN * np.array([len(one.names) for one in self.all])
 
     def rows(self) -> Iterator[Trial]:
         """Yield the row of each measured plan; the chosen plan is last."""

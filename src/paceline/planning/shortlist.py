@@ -270,7 +270,7 @@ def _place(layout: Layout) -> tuple[float, ...]:
 # the plan keys that change how a rank computes, but not its result
 SETTINGS = ("memory_format", "fused", "pin", "onednn", "num_workers", "compile")
 # seconds for measuring combinations if steps are short, and the number of steps if they are long
-BUDGET_S, _BUDGET_STEPS = 20.0, 150
+BUDGET_S, _BUDGET_STEPS = 17.0, 150
 # seconds for measuring another plan, if steps are short
 PLAN_S = 3.0
 # largest fraction of the longest possible run
@@ -280,7 +280,7 @@ LEAST_ROUNDS, MOST_ROUNDS = 6, 20
 # minimum number of steps of a run, of which only a part may be spent
 LEAST_STEPS = 400
 # In a long run, measuring may take these seconds or this share, whichever is larger
-_LONG_RUN_S, _LONG_SHARE = 22.0, 0.04
+_LONG_RUN_S, _LONG_SHARE = 17.0, 0.04
 # largest fraction of a run that the start of a changed plan may take
 _START_SHARE = 0.05
 # the ranks of a trial take seconds to start
@@ -539,7 +539,7 @@ class Comparison:
             verdict = "not kept: slower"
         elif self.hopeless:
             verdict = f"not kept: slower, in each of {len(self.ratios)} rounds"
-        elif ratio.high < 1 or (kept is False and ratio.middle < 1 - _LEAST_GAIN):
+        elif kept is False and ratio.middle < 1 - _LEAST_GAIN:
             verdict = "not kept: another one is faster"
         else:
             verdict = "not kept: no difference"

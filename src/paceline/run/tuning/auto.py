@@ -58,6 +58,8 @@ Say = Callable[[str], None]
 CALIBRATION_S = 20.0
 # minimum number of steps for comparing a run's step time with the prediction
 _LEAST_STEPS = 30
+# steps below this number of seconds are too short for the exchange of gradients
+_TINY_S = 0.005
 # errors that only concern the prediction, so the job may still train
 _OF_PREDICTION = {"model.forward_failed", "model.not_built_for_check"}
 
@@ -279,7 +281,15 @@ def _predicted_line(best: Forecast, listed: Sequence[Forecast], why: str) -> str
     than = f" ({others})" if others else ""
     faster = any(f.step_s < best.step_s for f in listed)
     within = f", alike within the ± {percent(best.doubt, 0)} of predictions" if faster else ""
-    return f"plan auto: {best.plan}, predicted {shown(best.step_s)} a step{than}{within}; not measured: {why}"
+    alone = why_one_process(Plan.parse(best.plan), best.step_s, max(Plan.parse(f.plan).ranks for f in listed))
+    return f"plan auto: {best.plan}, predicted {shown(best.step_s)} a step{than}{within}{alone}; not measured: {why}"
+
+
+def why_one_process(plan: Plan, step_s: float, ranks: int) -> str:
+    """Return the reason why a plan has one process instead of `ranks`, if its steps are tiny; else ""."""
+    if plan.ranks > 1 or ranks == 1 or step_s > _TINY_S:
+        return ""
+    return f"; one process, because a step of {shown(step_s)} is too short to share among {ranks} processes"
 
 
 def _pair(job: Job, cluster: Cluster, forecast: Forecast, measured_s: float) -> Pair:
@@ -302,7 +312,8 @@ def kept_calibration(job: Job, cluster: Cluster) -> Calibration | None:
 def _result(found: TuningResult) -> str:
     if found.best == found.default:
         return f"{found.best}, and nothing that was tried is faster"
-    return f"{found.best}, whose step takes {found.gain:.2f} of that of {found.default}"
+    alone = why_one_process(Plan.parse(found.best), found.step_s * found.gain, Plan.parse(found.default).ranks)
+    return f"{found.best}, whose step takes {found.gain:.2f} of that of {found.default}{alone}"
 
 
 # number of plans with different degrees to consider

@@ -11,11 +11,12 @@ import gc
 import os
 import time
 import warnings
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any, TypeVar
 
+import psutil
 import torch
 import torch.distributed as dist
 
@@ -134,16 +135,14 @@ class RankTrial:
         """
         last_s = (HALVES[-1][0] + 1) * LEAST_ROUNDS * self.turn_s
         budget_s, halving = self.findings.budget_s, self.halving
-        start = self._agreed([str(plan) for plan in halving.start if str(plan) not in halving.compared])
         # with long steps, one round
-        rounds = ROUNDS if 2 * ROUNDS * len(start) * self.turn_s < budget_s / 2 else 1
-        for i in range(0, len(start), self.room - 1):
-            self._rounds(start[i : i + self.room - 1], rounds, budget_s - last_s)
+        rounds = ROUNDS if 40 * ROUNDS * self.turn_s < budget_s else 1
+        self._in_groups(halving.alone, rounds, budget_s - last_s)
+        self._in_groups(halving.singles, rounds, budget_s - last_s)
         while self._spent_s() < budget_s / 2:
             new = self._agreed([str(plan) for plan in halving.promising(min(WIDTH, self.room - 1))])
-            if not new:
+            if not new or not self._rounds(new, rounds, budget_s * 2 / 3):
                 break
-            self._rounds(new, rounds, budget_s * 2 / 3)
         for count, more in HALVES:
             best = self._agreed([str(plan) for plan in halving.best(min(count, self.room - 1))])
             self._rounds(best, more, budget_s - (last_s if count > HALVES[-1][0] else 0.0))
@@ -151,6 +150,12 @@ class RankTrial:
         while not self._agreed(all(halving.compared[plan].decided for plan in best)):
             if not self._rounds(best, 1, budget_s):
                 break
+
+    def _in_groups(self, plans: Iterable[Plan], rounds: int, until_s: float) -> None:
+        """Measure the plans that are not measured yet, as many together as there is room for."""
+        new = self._agreed([str(plan) for plan in plans if str(plan) not in self.findings.compared])
+        for i in range(0, len(new), self.room - 1):
+            self._rounds(new[i : i + self.room - 1], rounds, until_s)
 
     def _rounds(self, plans: Sequence[str], count: int, until_s: float) -> bool:
         """Measure these plans and the first plan in turn; return False if there was no time for one of them."""
@@ -268,7 +273,7 @@ def _available_bytes(device: torch.device) -> float:
     if is_accelerator(device):
         free: int = torch.accelerator.get_memory_info(device)[0]
         return float(free)
-    return float(os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    return float(psutil.virtual_memory().available)
 
 
 WARM_UP_STEPS = 2
