@@ -38,6 +38,7 @@ from paceline.comm import Group
 from paceline.comm.backend import joined
 from paceline.errors import PacelineError
 from paceline.job.job import Job
+from paceline.job.samples import DataSets
 from paceline.planning.check.plan_errors import auto_plan
 from paceline.planning.halving import combined
 from paceline.planning.model.model_info import model_info
@@ -190,7 +191,7 @@ def serve(folder: Path) -> None:
             print(json.dumps(candidate.turn()), flush=True)
 
 
-def begun(job: Job, plan: Plan, data: object, group: Group) -> TrialCandidate:
+def begun(job: Job, plan: Plan, data: DataSets, group: Group) -> TrialCandidate:
     """An engine of the plan on this rank, if the plan has this rank."""
     host = discover().hosts[0]
     cores = set(cores_of(group.rank, plan.ranks, host)) if plan.pin else os.sched_getaffinity(0)
