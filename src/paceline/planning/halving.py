@@ -68,7 +68,7 @@ class Combination:
 
 
 def settings_on(job: Job, cluster: Cluster, plan: Plan, *, batch_norm: bool) -> list[PlanChange]:
-    """Return the settings that may make this plan faster and can be combined, and those without a chance.
+    """Return the settings of a plan that can be combined, with reasons against them.
 
     Args:
         batch_norm: whether the model normalizes over a microbatch, so that more of them change the result.
@@ -208,7 +208,7 @@ class Halving:
         return [self.all[i].plan for i in sorted(measured, key=lambda i: float(values[i]))[:count]]
 
     def chosen(self) -> Plan:
-        """Return the fastest combination if it is surely faster than the first plan, else the first plan."""
+        """Return the fastest combination, or the first plan if none is surely faster."""
         means, doubts = self.expected()
         least = means + SURE * doubts
         sure = (plan for plan in self.best(len(self.all), LEAST_ROUNDS) if least[self._place[plan]] < 0)

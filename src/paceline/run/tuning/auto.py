@@ -286,7 +286,7 @@ def _predicted_line(best: Forecast, listed: Sequence[Forecast], why: str) -> str
 
 
 def why_one_process(plan: Plan, step_s: float, ranks: int) -> str:
-    """Return the reason why a plan has one process instead of `ranks`, if its steps are tiny; else ""."""
+    """Return why a plan with tiny steps has one process; "" for other plans."""
     if plan.ranks > 1 or ranks == 1 or step_s > _TINY_S:
         return ""
     return f"; one process, because a step of {shown(step_s)} is too short to share among {ranks} processes"
@@ -472,7 +472,7 @@ def _leave_out(found: TuningResult, reason: str) -> None:
 
 
 def _give_up(job: Job, cluster: Cluster, found: TuningResult) -> None:
-    """Choose among the plans that were measured, and add rows for those that were not tried because of failures."""
+    """Choose among the measured plans, and add rows for those that were not tried."""
     wins = [plan for plan, comparison in found.compared.items() if comparison.wins]
     found.best = min(wins, key=lambda plan: found.compared[plan].ratio.middle, default=found.default)
     found.gain = found.compared[found.best].ratio.middle if wins else 1.0

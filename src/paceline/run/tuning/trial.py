@@ -83,7 +83,7 @@ class RankTrial:
         self.data = job.data.build(input_shape=job.model.input_shape(), seed=job.seed)
 
     def run(self) -> TuningResult:
-        """Measure the first plan, search the combinations, then compare the best with what is tried last."""
+        """Search the combinations, then compare the best with changes that are tried last."""
         self._now_trying(BEGINNING)
         self._begin()
         found, settings = self.findings, self.findings.settings
@@ -129,7 +129,7 @@ class RankTrial:
             self._note(Trial(findings.default, verdict, own, predicted_s=forecast.step_s if forecast else None))
 
     def _search(self) -> None:
-        """Measure the other plans and single settings, then promising combinations, then the best of them for longer.
+        """Measure plans, single settings, promising combinations, and the best for longer.
 
         Time for the last group is kept from the beginning.
         """
@@ -152,13 +152,13 @@ class RankTrial:
                 break
 
     def _in_groups(self, plans: Iterable[Plan], rounds: int, until_s: float) -> None:
-        """Measure the plans that are not measured yet, as many together as there is room for."""
+        """Measure the plans that are not measured yet, in groups that fit the memory."""
         new = self._agreed([str(plan) for plan in plans if str(plan) not in self.findings.compared])
         for i in range(0, len(new), self.room - 1):
             self._rounds(new[i : i + self.room - 1], rounds, until_s)
 
     def _rounds(self, plans: Sequence[str], count: int, until_s: float) -> bool:
-        """Measure these plans and the first plan in turn; return False if there was no time for one of them."""
+        """Measure these plans and the first plan in turn; return False without enough time."""
         in_time = True
         for number in range(count):
             first_s = 0.0
@@ -176,7 +176,7 @@ class RankTrial:
         return in_time
 
     def _alive(self, plan: Plan) -> TrialCandidate:
-        """Return the candidate of a plan; close the one that was used longest ago if there is no room."""
+        """Return the candidate of a plan; if memory is short, close the oldest one."""
         if plan in self.alive:
             self.alive[plan] = self.alive.pop(plan)
             return self.alive[plan]
@@ -223,7 +223,7 @@ class RankTrial:
             self._note(self._compared(change))
 
     def _compared(self, change: PlanChange) -> Trial:
-        """Compare a change with the best plan, and take it if it is faster beyond doubt."""
+        """Compare a change with the best plan, and take it if it wins."""
         best, comparison, begun_s = Plan.parse(self.findings.best), Comparison(), self._spent_s()
         self._now_trying(str(change))
         changed = change.on(best)
