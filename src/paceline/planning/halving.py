@@ -74,9 +74,10 @@ def settings_on(job: Job, cluster: Cluster, plan: Plan, *, batch_norm: bool) -> 
         batch_norm: whether the model normalizes over a microbatch, so that more of them change the result.
     """
     found = [c for c in plan_changes(job, cluster, plan) if not (c.cost_s or c.hint or c.of_ranks)]
-    exact = not (batch_norm or plan.splits or cluster.has_accelerators)
-    parts = PlanChange({"microbatches": 2 * plan.microbatches})
-    return [*found, parts] if exact and not reasons_against(parts.on(plan), job, cluster) else found
+    # activations of a smaller microbatch may fit a CPU's caches
+    smaller = PlanChange({"microbatches": 2 * plan.microbatches})
+    helps = not (batch_norm or plan.splits or cluster.has_accelerators)
+    return [*found, smaller] if helps and not reasons_against(smaller.on(plan), job, cluster) else found
 
 
 def combined(job: Job, cluster: Cluster, bases: Iterable[Plan], *, batch_norm: bool) -> list[Combination]:

@@ -203,6 +203,30 @@ def test_a_change_that_fails_is_told_and_the_others_are_tried_until_a_second_one
     assert "measured in" in choice.lines[-1]
 
 
+@pytest.mark.slow
+def test_failures_before_and_after_the_search_leave_its_choice_and_its_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A layout fails during the search, and bf16, which is measured last."""
+    forecasts(monkeypatch)
+    two = Cluster(hosts=(TWO_CORES.hosts[0].model_copy(update={"cpu_bf16": True}),))
+    choice = choose(
+        network(
+            tmp_path,
+            "clock.now += 0.02 if torch.get_num_threads() == 1 else 0.0\n"
+            "        if channels_last or torch.is_autocast_enabled('cpu'): raise ValueError('no')",
+        ),
+        two,
+    )
+    rows = [row.change for row in choice.tried]
+    assert len(rows) == len(set(rows)), choice.lines
+    assert verdicts(choice)["precision=bf16"] == "failed: ValueError: no", choice.lines
+    assert verdicts(choice)[str(choice.plan)] == "kept", choice.lines
+    assert choice.plan.dp == 1
+    assert choice.plan.threads == 0
+    assert not any(change.startswith("memory_format") and "no time" in why for change, why in verdicts(choice).items())
+
+
 def test_a_run_of_a_few_steps_starts_no_trial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(auto, "forecast", does_not_begin)
     monkeypatch.setattr(auto, "measure", does_not_begin)

@@ -473,10 +473,11 @@ def _leave_out(found: TuningResult, reason: str) -> None:
 
 def _give_up(job: Job, cluster: Cluster, found: TuningResult) -> None:
     """Choose among the measured plans, and add rows for those that were not tried."""
-    wins = [plan for plan, comparison in found.compared.items() if comparison.wins]
-    found.best = min(wins, key=lambda plan: found.compared[plan].ratio.middle, default=found.default)
-    found.gain = found.compared[found.best].ratio.middle if wins else 1.0
-    found.tried += [one.tried(plan, kept=plan == found.best) for plan, one in found.compared.items()]
+    if not found.searched:
+        wins = [plan for plan, comparison in found.compared.items() if comparison.wins]
+        found.best = min(wins, key=lambda plan: found.compared[plan].ratio.middle, default=found.default)
+        found.gain = found.compared[found.best].ratio.middle if wins else 1.0
+        found.tried += [one.tried(plan, kept=plan == found.best) for plan, one in found.compared.items()]
     known = {row.change for row in found.tried}
     left = [(f.plan, f.step_s) for f in found.forecasts] + [
         (str(change), None) for change in plan_changes(job, cluster, Plan.parse(found.best))

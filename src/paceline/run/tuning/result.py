@@ -39,6 +39,7 @@ class TuningResult:
         budget_s: seconds that measuring may take.
         spent_s: seconds that measuring has taken.
         gain: step time of the best plan divided by the default plan's, from the measured ratios of kept changes.
+        searched: whether the search over combinations has ended, and `best` is its choice or a change of that.
         complete: whether every promising plan and setting has been tried long enough.
         forecasts: predictions of plans to measure; the default plan is first if it has a prediction.
         share: maximum fraction of the run's duration that measuring may take.
@@ -57,6 +58,7 @@ class TuningResult:
     budget_s: float = 0.0
     spent_s: float = 0.0
     gain: float = 1.0
+    searched: bool = False
     complete: bool = True
     forecasts: list[Forecast] = field(default_factory=list)
     share: float = SHARE_OF_RUN

@@ -11,7 +11,7 @@ import gc
 import os
 import time
 import warnings
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -71,6 +71,8 @@ class RankTrial:
     ) -> None:
         self.job, self.cluster, self.findings, self.group, self.report = job, cluster, found, group, report
         self.first = Plan.parse(found.default)
+        # plan with which others are compared; its model stays in memory
+        self.reference = self.first
         self.board = StatusBoard.of_this_rank()
         self.cores = os.sched_getaffinity(0)
         # start of the time that the budget limits
@@ -87,20 +89,21 @@ class RankTrial:
         self._now_trying(BEGINNING)
         self._begin()
         found, settings = self.findings, self.findings.settings
-        bases = bases_of(self.job, self.cluster, self.first, found.forecasts, settings=settings)
-        norm = settings and bool(model_info(self.job.model).batch_norms)
-        every = combined(self.job, self.cluster, bases, batch_norm=norm) if settings else plain(bases)
-        failed = frozenset(row.change for row in found.tried if row.failed)
-        self.halving = Halving(self.first, every, found.forecasts, found.compared, failed)
-        self._search()
-        best = self._agreed(str(self.halving.chosen()))
-        if best in found.compared:
-            found.gain = found.compared[best].ratio.middle
-        found.best = best
-        known = {row.change for row in found.tried}
-        found.tried += [row for row in self.halving.rows() if row.change not in known]
+        if not found.searched:
+            bases = bases_of(self.job, self.cluster, self.first, found.forecasts, settings=settings)
+            norm = settings and bool(model_info(self.job.model).batch_norms)
+            every = combined(self.job, self.cluster, bases, batch_norm=norm) if settings else plain(bases)
+            failed = frozenset(row.change for row in found.tried if row.failed)
+            self.halving = Halving(self.first, every, found.forecasts, found.compared, failed)
+            self._search()
+            found.best = self._agreed(str(self.halving.chosen()))
+            if found.best in found.compared:
+                found.gain = found.compared[found.best].ratio.middle
+            found.tried += self.halving.rows()
+            if settings:
+                found.tried += self._left_out(batch_norm=norm)
+            found.searched = True
         if settings:
-            found.tried += self._left_out()
             self._try_last()
         self._now_trying(None)
         for candidate in self.alive.values():
@@ -181,7 +184,7 @@ class RankTrial:
             self.alive[plan] = self.alive.pop(plan)
             return self.alive[plan]
         while len(self.alive) >= self.room:
-            oldest = next(one for one in self.alive if one != self.first)
+            oldest = next(one for one in self.alive if one != self.reference)
             self.alive.pop(oldest).close()
             # a model and its optimizer form a reference cycle; free their memory for the next candidate
             gc.collect()
@@ -197,20 +200,24 @@ class RankTrial:
         self.alive[plan] = candidate
         return candidate
 
-    def _left_out(self) -> Iterator[Trial]:
-        """Yield the settings that cannot help, or for which no time was left."""
-        measured = {name for one in self.halving.all if str(one.plan) in self.findings.compared for name in one.names}
-        for change in settings_on(self.job, self.cluster, self.first, batch_norm=False):
+    def _left_out(self, *, batch_norm: bool) -> list[Trial]:
+        """Return the settings that cannot help, or for which no time was left."""
+        found = []
+        unmeasured = {name for one in self.halving.all for name in one.names}
+        for one in self.halving.all:
+            if str(one.plan) in self.findings.compared:
+                unmeasured -= one.names
+        for change in settings_on(self.job, self.cluster, self.first, batch_norm=batch_norm):
             if change.untried:
-                yield Trial(str(change), f"{NOT_TRIED}{change.untried}")
-            elif change.name not in measured and str(change) not in {row.change for row in self.findings.tried}:
+                found.append(Trial(str(change), f"{NOT_TRIED}{change.untried}"))
+            elif change.name in unmeasured:
                 self.findings.complete = False
-                yield Trial(str(change), f"{NOT_TRIED}no time was left to measure it")
+                found.append(Trial(str(change), f"{NOT_TRIED}no time was left to measure it"))
+        return found
 
     def _try_last(self) -> None:
         """Compare the best plan with changes that take long to start, or are only reported."""
-        best = Plan.parse(self.findings.best)
-        for change in plan_changes(self.job, self.cluster, best):
+        for change in plan_changes(self.job, self.cluster, Plan.parse(self.findings.best)):
             if not (change.cost_s or change.hint) or str(change) in {row.change for row in self.findings.tried}:
                 continue
             left_s = self.findings.budget_s - self._spent_s()
@@ -226,7 +233,8 @@ class RankTrial:
         """Compare a change with the best plan, and take it if it wins."""
         best, comparison, begun_s = Plan.parse(self.findings.best), Comparison(), self._spent_s()
         self._now_trying(str(change))
-        changed = change.on(best)
+        self.reference, changed = best, change.on(best)
+        self._alive(best)
         self._alive(changed)
         # the run is long enough for this cost, so add it to the budget
         self.findings.budget_s += self._spent_s() - begun_s
