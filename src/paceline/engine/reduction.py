@@ -181,16 +181,17 @@ def in_order(parts: Sequence[float | Tensor], of_tensors: Sequence[float]) -> li
     return [x for part in parts for x in (islice(read, part.numel()) if isinstance(part, Tensor) else (part,))]
 
 
-# Tensors up to this number of elements are joined, because copying them is faster than one call for each tensor.
-_SMALL = 2**10
+# If there are many tensors, those with few elements are joined, because a copy is faster than one call for each tensor.
+_MANY, _SMALL = 32, 2**10
 
 
 def norms_of(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
     """Return L2 norms that combine to the L2 norm of all tensors.
 
-    The L2 norm of the returned norms is the norm of all tensors together. On CPUs, small tensors share one norm.
+    The L2 norm of the returned norms is the norm of all tensors together. If there are many
+    tensors on a CPU, small ones share one norm.
     """
-    if len(tensors) < 4 or on_accelerator(tensors[0]):
+    if len(tensors) < _MANY or on_accelerator(tensors[0]):
         return torch._foreach_norm(list(tensors)) if tensors else ()
     large: list[Tensor] = []
     small: dict[torch.dtype, list[Tensor]] = {}
