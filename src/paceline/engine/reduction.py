@@ -326,13 +326,11 @@ class GradientReduction:
 
     def _own_norm(self) -> float | LateNorm:
         """Return the norm of this rank's gradients; a `LateNorm` if it is surely finite."""
-        norm = math.hypot(*numbers(norms_of(self.gradients)))
-        if not self.sparse:
-            return norm
-        late = LateNorm(norm, [p.grad for p in self.sparse if p.grad is not None])
-        if late.is_surely_finite():
-            return late
-        self.sum_rows()
+        if self.sparse:
+            late = LateNorm.if_finite(self.gradients, [p.grad for p in self.sparse if p.grad is not None])
+            if late is not None:
+                return late
+            self.sum_rows()
         return math.hypot(*numbers(norms_of(self.gradients)))
 
     def _numbers(self, parts: Sequence[float | Tensor]) -> list[float]:

@@ -49,7 +49,7 @@ def numbers_of(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
 
 
 class LateNorm:
-    """L2 norm of a gradient with sparse parts, which `float` computes.
+    """L2 norm of a finite gradient with sparse parts, which `float` computes.
 
     To find the norm, equal rows must be summed, which takes longer than the optimizer's step on these rows.
 
@@ -61,23 +61,23 @@ class LateNorm:
     def __init__(self, dense: float, sparse: list[Tensor]) -> None:
         self._dense, self._sparse = dense, sparse
 
+    @classmethod
+    def if_finite(cls, dense: list[Tensor], sparse: list[Tensor]) -> LateNorm | None:
+        """Return the norm if it is finite, whichever rows are equal; otherwise None."""
+        values = [gradient._values() for gradient in sparse]
+        if not all(own.dtype is torch.float32 or own.dtype is torch.float64 for own in values):
+            return None
+        norms = [norm.item() for norm in torch._foreach_norm([*dense, *values])]
+        # the square of a sum of n numbers is at most n times the sum of their squares
+        most = sum(own.numel() for own in values) * sum(norm * norm for norm in norms[len(dense) :])
+        found = cls(math.hypot(*norms[: len(dense)]), sparse)
+        return found if math.isfinite(found._dense) and most < _LARGEST_SQUARE else None
+
     def __float__(self) -> float:
         norms = torch._foreach_norm([gradient.coalesce()._values() for gradient in self._sparse])
         return math.hypot(self._dense, *map(float, norms))
 
-    def is_surely_finite(self) -> bool:
-        """Return True if the norm is finite, whichever rows are equal.
 
-        If the method returns False, only the norm can decide.
-        """
-        if not (math.isfinite(self._dense) and _WIDE.issuperset(gradient.dtype for gradient in self._sparse)):
-            return False
-        values = torch.cat([gradient._values().reshape(-1) for gradient in self._sparse])
-        # the square of a sum of n numbers is at most n times the sum of their squares
-        return len(values) * float(values.dot(values)) < _LARGEST_SQUARE
-
-
-_WIDE = frozenset({torch.float32, torch.float64})
 _LARGEST_SQUARE = 1e37  # less than the largest float32 number, by far more than rounding errors
 
 

@@ -187,6 +187,11 @@ class BinaryCrossEntropy(Elementwise):
 
         The loss has no minimum for such targets.
         """
+        if target.numel():
+            # usual targets need one pass
+            least, most = target.aminmax()
+            if least.item() >= 0 and most.item() <= 1:
+                return
         outside = (target < 0) | (target > 1)
         if outside.any():
             place = outside.nonzero()[0].tolist()
