@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from importlib.metadata import EntryPoint
@@ -24,7 +25,10 @@ from commands import (
     write_job,
 )
 from noting_trackers import installed, noted
+from paceline.engine.meter import PARTS
 from paceline.run.trackers import TRACKERS, TrackerInfo
+from paceline.run.trackers.follow import Follower
+from small_jobs import new_run, small_job
 
 
 @pytest.fixture
@@ -83,6 +87,22 @@ def test_a_tracker_is_told_of_all_of_a_run_and_a_resumed_one_goes_on_in_it(tmp_p
     assert [entry["end"] for entry in told if "end" in entry] == ["finished", "finished"]
     assert [entry["step"] for entry in told if "step" in entry][-1] == 9
     assert sum(entry.get("step") == 6 for entry in told) == steps.count(6), "not told again"
+
+
+@pytest.mark.usefixtures("installed_here")
+def test_the_newest_gradient_norm_is_logged_if_not_every_step_has_one(tmp_path: Path) -> None:
+    file = tmp_path / "noted.jsonl"
+    run = new_run(tmp_path / "run", small_job(trackers=[noting(str(file))]))
+    parts: dict[str, Any] = {f"{part}_s": 0.0 for part in PARTS} | {"step_s": 0.0}
+    norms = [2.0, None, 4.0, None]
+    lines = [
+        parts | {"step": step, "epoch": 0, "loss": 1.0, "lr": 0.1, "samples": 8, "grad_norm": norm}
+        for step, norm in enumerate(norms, 1)
+    ]
+    (run.path / "steps" / "rank-0.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    Follower(run, 0).log_new()
+    logged = [(entry["step"], entry["values"].get("train/grad_norm")) for entry in noted(file) if "step" in entry]
+    assert logged == [(3, 4.0), (4, None)]
 
 
 @pytest.mark.usefixtures("installed_here")
