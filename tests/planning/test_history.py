@@ -229,6 +229,24 @@ def test_more_servers_share_what_replicas_push_and_a_staleness_waits_for_less() 
     assert dp_s("server:staleness=4,servers=4") <= dp_s("server:staleness=4") < dp_s("server")
 
 
+def test_servers_on_one_host_of_cores_are_priced_as_sums_in_shared_memory() -> None:
+    one_host = Cluster(hosts=(Host(name="a", cores=4, memory_bytes=2**36),))
+
+    def dp_s(sync: str) -> float:
+        return modelled(SYNTHETIC, one_host, Plan.parse(f"dp=4 {sync}")).breakdown["dp"]
+
+    assert dp_s("sync=server:servers=4") == dp_s("")
+    assert dp_s("") < dp_s("sync=server:servers=2") < dp_s("sync=server")
+    assert dp_s("sync=server") < dp_s("sync=server transport=gloo"), "messages through sockets take longer"
+
+
+@pytest.mark.parametrize(("optimizer", "fused"), [("adamw", True), ({"name": "sgd", "momentum": 0.9}, False)])
+def test_predictions_take_the_fused_step_that_a_run_on_gpus_takes(optimizer: object, fused: bool) -> None:
+    job = Job.model_validate(SYNTHETIC.model_dump() | {"optimizer": optimizer})
+    assert layout_of(job, CLUSTER, Plan(dp=4)).fused is fused
+    assert not layout_of(job, Cluster(hosts=(Host(name="a", cores=4, memory_bytes=2**36),)), Plan(dp=4)).fused
+
+
 def test_what_was_measured_before_corrects_the_next_prediction_once() -> None:
     plan = Plan(dp=2)
     before = estimate(SYNTHETIC, plan, cluster=CLUSTER)

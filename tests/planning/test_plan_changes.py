@@ -83,6 +83,13 @@ def test_a_loader_process_is_tried_unless_the_job_says_how_many() -> None:
     assert "threads=1 num_workers=1" in [str(change) for change in plan_changes(job(), emulated, Plan(dp=2))]
 
 
+def test_the_fused_step_is_tried_only_if_a_run_does_not_take_it_anyway() -> None:
+    for cluster, tried in ((cores(4), True), (gpus(2), False)):
+        assert (
+            "fused=on" in [str(change) for change in plan_changes(job(optimizer="adamw"), cluster, Plan())]
+        ) == tried
+
+
 def test_one_rank_alone_is_tried_on_one_core() -> None:
     assert Plan(threads=1) in bases_of(job(), cores(4), Plan(dp=2), [], settings=True)
     assert "threads=1" in [str(change) for change in plan_changes(job(), cores(4), Plan())]

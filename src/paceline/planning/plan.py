@@ -292,6 +292,10 @@ class Plan:
         """Return the compute precision of a job under this plan."""
         return self.precision or job.precision
 
+    def fuses(self, job: Job, *, accelerators: bool) -> bool:
+        """Return True if the optimizer's step is fused: by choice, or on accelerators if nothing prevents it."""
+        return self.fused or (accelerators and job.optimizer.may_fuse)
+
     def held_bytes(self, job: Job) -> int:
         """Return the bytes of a number of the weights, gradients and optimizer state."""
         if self.precision_for(job) == "fp64":

@@ -153,7 +153,7 @@ class Layouts:
             framework=PACELINE if plan.compile == "off" else PACELINE_COMPILED,
             threads=threads,
             transport=plan.transport,
-            fused=plan.fused,
+            fused=plan.fuses(self.job, accelerators=not self.machines.device.is_core),
             loss_chunk=self.job.loss.chunk,
             reference=self.job.loss.has_reference,
             trained=self.trained,

@@ -385,7 +385,7 @@ def plan_changes(job: Job, cluster: Cluster, plan: Plan) -> list[PlanChange]:
     found = [
         *([onednn] if gains else []),
         PlanChange({"memory_format": "channels_last"}),
-        PlanChange({"fused": True}),
+        *([] if plan.fuses(job, accelerators=cluster.has_accelerators) else [PlanChange({"fused": True})]),
         *_other_ranks(cluster, plan),
         PlanChange({"pin": True}, untried=_why_no_pinning(cluster, plan)),
         *([] if gains else [onednn]),

@@ -128,7 +128,7 @@ def _engine(
     about = [] if source is None else initialised(source, undivided)
     names = names_of(undivided)
     equal = not sync_info(plan.sync).local_steps  # replicas take the same steps
-    fused = plan.fused or (is_accelerator(mesh.world.device) and job.optimizer.may_fuse)
+    fused = plan.fuses(job, accelerators=is_accelerator(mesh.world.device))
     if plan.splits:
         from paceline.engine.split_model import divide
 

@@ -24,6 +24,8 @@ from paceline.planning.cost.layout import (
     link_path,
     send_s,
     served_s,
+    summed_bytes,
+    sums_in_memory,
 )
 from paceline.planning.cost.measured import measured_inputs, measured_memory
 from paceline.planning.cost.memory import capacity_bytes, host_fits, kept_bytes, memory, offloaded_bytes, trained_part
@@ -221,12 +223,12 @@ def _dp_s(layout: Layout, slow: StageCost) -> float:
     if layout.dp == 1:
         return _summed_s(same_s, layout, slow)
     shared = summed(layout, _trained(layout, slow) / layout.fsdp)
-    if layout.servers:
+    if layout.servers and not sums_in_memory(layout):
         return _with_servers_s(layout, slow, shared) + _summed_s(same_s, layout, slow)
     path, framework = link_path(layout, "dp"), layout.framework
     shared -= _single_experts(layout, slow)
     if not layout.zero_dp:
-        seconds = all_reduce_s(shared * layout.sync_bytes, path) / layout.sync_every
+        seconds = all_reduce_s(summed_bytes(layout, shared), path) / layout.sync_every
         return _summed_s(seconds + same_s, layout, slow) + framework.agrees_s
     reduce_s = all_reduce_s if framework.sums_gradients else gather_s
     reduced = reduce_s(shared * layout.sync_bytes, path) / layout.sync_every + same_s

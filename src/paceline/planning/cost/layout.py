@@ -17,6 +17,7 @@ from paceline.cluster.catalogue import Accelerator, LinkSpec
 from paceline.planning.cost import constants
 from paceline.planning.model.graph import ModelTrace
 from paceline.planning.plan import AXES, Remat, Schedule
+from paceline.planning.sync_info import TRANSPORTS, WITHIN_HOST
 from paceline.units import money, rate, seconds, size
 
 if TYPE_CHECKING:
@@ -598,8 +599,29 @@ def _divided(layout: Layout) -> list[str]:
     return sorted((axis for axis in _INNER if getattr(layout, axis) > 1), key=lambda axis: -layout.stride[axis])
 
 
+def sums_in_memory(layout: Layout) -> bool:
+    """Return True if parameter servers sum in the memory that the ranks of a host share."""
+    if not layout.servers or layout.served or not layout.machines.device.is_core:
+        return False
+    within = WITHIN_HOST if layout.transport == "auto" else layout.transport
+    return layout.stride["dp"] * layout.dp <= layout.machines.per_host and TRANSPORTS[within].shares_memory
+
+
+def summed_bytes(layout: Layout, parameters: float) -> float:
+    """Return the size of an all-reduce that takes as long as the replicas' sum of gradients.
+
+    In shared memory, each server sums its part of all gradients. Compressed gradients are decoded before the sum.
+
+    Args:
+        parameters: number of gradient elements on one rank.
+    """
+    if not layout.servers:
+        return parameters * layout.sync_bytes
+    return parameters * layout.gradient_bytes * layout.dp / min(layout.servers, layout.dp)
+
+
 def served_s(layout: Layout, up_s: float, down_s: float, work_s: float, apply_s: float) -> float:
-    """Return the time that a step waits for parameter servers, in seconds.
+    """Return the time that a step waits for parameter servers that receive messages, in seconds.
 
     Pushes may be compressed, but pulls are not. Each server's link carries its share of the traffic of all replicas. If
     servers own the parameters, workers do not wait for one another. They wait only for a server whose work takes longer

@@ -22,7 +22,7 @@ from paceline.cluster.catalogue import CATALOGUE, LinkSpec
 from paceline.partition import contiguous
 from paceline.planning.calibrate import Calibration, CalibrationPoint, interpolated
 from paceline.planning.cost.frameworks import summed
-from paceline.planning.cost.layout import Layout, Machines, exchanged, joined_s, served_s
+from paceline.planning.cost.layout import Layout, Machines, exchanged, joined_s, served_s, summed_bytes, sums_in_memory
 from paceline.planning.cost.stages import StageCost, StageTimes, StepInputs, simulated, times_of
 from paceline.planning.model.graph import ModelTrace
 from paceline.planning.plan import DEGREES
@@ -323,7 +323,7 @@ def _dp_s(layout: Layout, found: Calibration, times: Passes, links: Links) -> fl
     if layout.dp == 1:
         return links.step_s(layout)
     held = found.parameters / layout.fsdp / layout.tp / layout.pp
-    if layout.servers:
+    if layout.servers and not sums_in_memory(layout):
         up, down = exchanged(layout, held)
         up_s, down_s = (
             links.message_s(up * layout.sync_bytes, "dp"),
@@ -333,7 +333,7 @@ def _dp_s(layout: Layout, found: Calibration, times: Passes, links: Links) -> fl
         return waits_s + 2 * joined_s(layout, held, links.message_s) - links.shared_all_reduce_s(held * 4.0)
     held = summed(layout, held)
     if not links.dp_between:
-        sums = links.all_reduce_s(held * layout.sync_bytes, "dp") - links.shared_all_reduce_s(held * 4.0)
+        sums = links.all_reduce_s(summed_bytes(layout, held), "dp") - links.shared_all_reduce_s(held * 4.0)
         return sums / layout.sync_every
     weights = [float(block.parameters) for block in layout.trace.blocks]
     sums = between_hosts_s(links, held * layout.sync_bytes, times.backward_s, weights, whole=layout.ranks == layout.dp)

@@ -132,10 +132,11 @@ def run_dry(job: Job, plan: Plan, say: Callable[[str], object] = str) -> DryRun:
     """
     started = time.monotonic()
     say("holding the plan against the job")
-    refuse(job, plan, _cluster_for(plan))
+    cluster = _cluster_for(plan)
+    refuse(job, plan, cluster)
     found = DryRun(plan)
     data = with_few(job.data.build(input_shape=job.model.input_shape(), seed=job.seed), job.global_batch)
-    dry_plan = for_dry_run(job, plan, found.notes)
+    dry_plan = for_dry_run(job, plan, found.notes, accelerators=cluster.has_accelerators)
     job = with_data_at_hand(job)
     with kept_random():
         for stage in range(plan.pp):
@@ -160,8 +161,11 @@ def _cluster_for(plan: Plan) -> Cluster:
     return Cluster(name=f"a cluster of {plan.ranks} devices", hosts=tuple(hosts))
 
 
-def for_dry_run(job: Job, plan: Plan, notes: list[str]) -> Plan:
-    """Remove what a dry run cannot do from the plan; note each change."""
+def for_dry_run(job: Job, plan: Plan, notes: list[str], *, accelerators: bool) -> Plan:
+    """Set the defaults of a run on these devices in the plan, and remove what a dry run cannot do.
+
+    Each removal is noted.
+    """
     if plan.compile != "off":
         notes.append(f"compile={plan.compile} is left out of the dry run: blocks run as they are written")
     model = _recorded(job).model
@@ -177,7 +181,7 @@ def for_dry_run(job: Job, plan: Plan, notes: list[str]) -> Plan:
             notes.append("stages are cut evenly by the number of blocks; a run measures the blocks and cuts by that")
             cut = ",".join(blocks[round(len(blocks) * i / stages)] for i in range(1, stages))
             plan = replace(plan, cut=cut)
-    return replace(plan, compile="off", threads=0)
+    return replace(plan, compile="off", threads=0, fused=plan.fuses(job, accelerators=accelerators))
 
 
 def with_data_at_hand(job: Job) -> Job:
