@@ -293,7 +293,7 @@ class Plan:
         return self.precision or job.precision
 
     def fuses(self, job: Job, *, accelerators: bool) -> bool:
-        """Return True if the optimizer's step is fused: by choice, or on accelerators if nothing prevents it."""
+        """Return True if the optimizer's step is fused, by choice or by default."""
         return self.fused or (accelerators and job.optimizer.may_fuse)
 
     def held_bytes(self, job: Job) -> int:

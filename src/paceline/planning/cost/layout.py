@@ -600,7 +600,7 @@ def _divided(layout: Layout) -> list[str]:
 
 
 def sums_in_memory(layout: Layout) -> bool:
-    """Return True if parameter servers sum in the memory that the ranks of a host share."""
+    """Return True if parameter servers sum in the host's shared memory."""
     if not layout.servers or layout.served or not layout.machines.device.is_core:
         return False
     within = WITHIN_HOST if layout.transport == "auto" else layout.transport
@@ -608,7 +608,7 @@ def sums_in_memory(layout: Layout) -> bool:
 
 
 def summed_bytes(layout: Layout, parameters: float) -> float:
-    """Return the size of an all-reduce that takes as long as the replicas' sum of gradients.
+    """Return the size of an all-reduce as long as the sum of gradients.
 
     In shared memory, each server sums its part of all gradients. Compressed gradients are decoded before the sum.
 

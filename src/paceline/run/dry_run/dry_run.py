@@ -162,7 +162,7 @@ def _cluster_for(plan: Plan) -> Cluster:
 
 
 def for_dry_run(job: Job, plan: Plan, notes: list[str], *, accelerators: bool) -> Plan:
-    """Set the defaults of a run on these devices in the plan, and remove what a dry run cannot do.
+    """Set a run's defaults in the plan, and remove what a dry run cannot do.
 
     Each removal is noted.
     """
