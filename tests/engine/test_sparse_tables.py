@@ -409,3 +409,21 @@ def test_the_numbers_of_gradients_have_their_norm_and_are_changed_with_them(
         assert table.grad is not None
         assert table.grad.is_coalesced()
         torch.testing.assert_close(table.grad.to_dense(), whole * 0.5)
+
+
+def test_a_norm_that_is_read_late_is_that_of_its_step_after_gradients_were_zeroed() -> None:
+    norms = []
+    for reads_at_once in (True, False):
+        torch.manual_seed(0)
+        model = nn.EmbeddingBag(50, 4, sparse=True)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        data = DataLoader(TensorDataset(torch.arange(24).view(8, 3) % 7, torch.ones(8, 4)), batch_size=8)
+        engine = paceline.setup(model, optimizer, loss=F.mse_loss, loader=data)
+        (batch,) = engine.loader
+        result = engine.step(batch)
+        if reads_at_once:
+            assert result.grad_norm > 0
+        optimizer.zero_grad(set_to_none=False)
+        norms.append(result.grad_norm)
+        engine.close()
+    assert norms[0] == norms[1]

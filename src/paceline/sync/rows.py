@@ -59,7 +59,8 @@ class LateNorm:
     """
 
     def __init__(self, dense: float, sparse: list[Tensor]) -> None:
-        self._dense, self._sparse = dense, sparse
+        # copies that share the values, because `zero_grad(set_to_none=False)` and `+=` change a sparse tensor itself
+        self._dense, self._sparse = dense, [gradient.detach() for gradient in sparse]
 
     @classmethod
     def if_finite(cls, dense: list[Tensor], sparse: list[Tensor]) -> LateNorm | None:
