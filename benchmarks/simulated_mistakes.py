@@ -230,8 +230,8 @@ _STAGING = (
     Mistake(
         "a bucket keeps an old gradient where there is no new one",
         "comm/group.py",
-        "            torch._foreach_zero_([self.views[i] for i in unseen])",
-        "            pass",
+        "        torch._foreach_zero_([self.views[i] for i in unseen])",
+        "        pass",
         ("branches dp=2 + small buckets",),
     ),
     Mistake(
@@ -258,7 +258,7 @@ _STAGING = (
     Mistake(
         "an update is made although its gradient overflowed",
         "engine/guard.py",
-        "        if math.isfinite(loss) and math.isfinite(norm):",
+        "        if math.isfinite(loss) and (isinstance(norm, LateNorm) or math.isfinite(norm)):",
         "        if math.isfinite(loss):",
         ("fp16_with_a_loss_scale dp=1",),
     ),
