@@ -1,20 +1,23 @@
-"""The plan that `--plan auto` chooses for a run of ten minutes, beside all combinations of plans and settings.
+"""Compare the choice of `--plan auto` for a run of ten minutes with all combinations of plans and settings.
 
     python benchmarks/auto_choice.py [--json] [--works cnn,gpt] [--block-s 0.25]
 
-Figures for each work, such as `cnn`, as systems.py has it:
-- `cnn_regret`: step time of the chosen plan / that of the fastest combination − 1, in neighbouring blocks. Negative
-  figures are noise: the fastest one is found by other blocks than those that are compared.
-- `cnn_gain`: step time of the chosen plan / that of the plan with which the choice begins.
-- `cnn_seconds`: what the choice took, on a machine that knows nothing of the job.
-- `worst_regret`, `worst_share`: the greatest of them all; the share is of ten minutes.
+Figures for each work of `systems_works.py`, for example `cnn`:
+- `cnn_regret`: step time of the chosen plan / step time of the fastest combination − 1, the median over neighbouring
+  blocks. The fastest combination is the one with the shortest median block. Because of noise, the median of the ratios
+  may still be below 1, and the regret negative.
+- `cnn_gain`: step time of the chosen plan / step time of the plan that `auto` begins with.
+- `cnn_seconds`: duration of the choice in seconds, without cached results.
+- `worst_regret`, `worst_share`: the largest regret, and the longest choice as a share of ten minutes.
 
-All legal plans of up to two ranks are measured first. Those that are not far slower than the best are then combined
-with every subset of the settings that `auto` may change, and each combination has a block of steps on the same two
-ranks. The fastest dozen has further blocks. Finally, the fastest three, the chosen plan and the first one each have
-processes of their own, as in a run, which take turns. `--block-s` is the length of a block in seconds: the cost of the
-exhaustive part is proportional to it. Left out are `remat`, which only saves memory, `compile`, which takes longer to
-start than the choice may take, and loader processes, as all works have their data in memory.
+First, all valid plans of up to two ranks are measured. Plans that take less than 1.4 times as long as the fastest are
+combined with every subset of the settings that `auto` may change. Each combination has one block of steps, on the same
+two ranks, and the fastest twelve have two more. Finally, the fastest three, the chosen plan and the first plan take
+turns. Each of them has processes of its own, as in a run. `--block-s` is the length of a block in seconds. The time for
+all combinations grows with it.
+
+Some settings are left out: `remat` only saves memory, `compile` takes longer to start than the choice may take, and
+loader processes are not needed, because the data of all works is in memory.
 """
 
 from __future__ import annotations
@@ -54,14 +57,14 @@ RUN_S = 600.0
 WORKS = ("cnn", "gpt", "bert", "recommendation", "averaged", "resnet50")
 RANKS, SLOWER, FASTEST, FINALISTS, FINAL_ROUNDS = 2, 1.4, 12, 3, 10
 LEFT_OUT = {"num_workers"}
-Times = dict[Plan, list[float]]  # seconds a step of each block
+Times = dict[Plan, list[float]]  # step time of each block, in seconds
 
 
 def main() -> None:
     """Choose, measure, print the tables, and with --json a last line for machines."""
     parser = parser_of(__doc__)
-    parser.add_argument("--works", default=",".join(WORKS), help="works to measure")
-    parser.add_argument("--block-s", type=float, default=0.25, help="seconds of a block")
+    parser.add_argument("--works", default=",".join(WORKS), help="comma-separated names of the works to measure")
+    parser.add_argument("--block-s", type=float, default=0.25, help="length of a block in seconds")
     parser.add_argument("--serve", metavar="FOLDER", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.serve:
@@ -93,7 +96,7 @@ def main() -> None:
 
 
 def chosen(job: Job, cluster: Cluster) -> tuple[AutoChoice, float]:
-    """As a first start of the job chooses, and the seconds that this took."""
+    """Choose as on the first start of the job; return the choice and its duration in seconds."""
     print(f"\n{job.name}", flush=True)
     with tempfile.TemporaryDirectory() as cache:
         os.environ["XDG_CACHE_HOME"] = cache  # nothing is known from earlier starts, and nothing is kept
@@ -103,7 +106,7 @@ def chosen(job: Job, cluster: Cluster) -> tuple[AutoChoice, float]:
 
 
 def all_combinations(job: Job, cluster: Cluster, folder: Path, block_s: float) -> Times:
-    """Measure the plans, then the combinations of those that are not far slower, then the fastest again."""
+    """Measure the plans, then combinations of the faster plans, then the fastest combinations again."""
     alone = [*legal_plans(job, cluster, range(1, RANKS + 1)), Plan(threads=1).for_job(job)]
     with Ranks([__file__, "--serve", str(folder)], ranks=RANKS, deadline_s=120) as ranks:
         found: Times = {}
@@ -121,7 +124,7 @@ def all_combinations(job: Job, cluster: Cluster, folder: Path, block_s: float) -
 
 
 def measure(ranks: Ranks, plans: Iterable[Plan], block_s: float, found: Times) -> None:
-    """Add a block of each plan; plans that fail are left out, and told."""
+    """Add a block of each plan; report plans that fail, and leave them out."""
     for plan in plans:
         answers = ranks.ask({"begin": str(plan)})
         if problems := [answer for answer in answers if isinstance(answer, str)]:
@@ -132,7 +135,10 @@ def measure(ranks: Ranks, plans: Iterable[Plan], block_s: float, found: Times) -
 
 
 def in_turn(plans: list[Plan], folder: Path, block_s: float) -> Times:
-    """Blocks of plans that have ranks of their own, round by round; the i-th blocks are neighbours in time."""
+    """Measure blocks of the plans in turn, each plan with ranks of its own.
+
+    The i-th blocks of all plans are neighbours in time.
+    """
     times: Times = {plan: [] for plan in plans}
     with ExitStack() as held:
         of_plan, steps = {}, {}
@@ -147,7 +153,7 @@ def in_turn(plans: list[Plan], folder: Path, block_s: float) -> Times:
 
 
 def print_table(found: Times, times: Times, chosen: Plan) -> None:
-    """The plans that were compared in processes of their own, the fastest first."""
+    """Print the plans of the final comparison, the fastest first."""
     best = fastest(times, 1)[0]
     print(f"\n  {'plan':<70} {'step':<30} ratio to the best of {len(found)}")
     for plan in fastest(times, len(times)):
@@ -158,12 +164,12 @@ def print_table(found: Times, times: Times, chosen: Plan) -> None:
 
 
 def fastest(found: Times, count: int) -> list[Plan]:
-    """Plans by their median block, the fastest first."""
+    """Return the plans with the shortest median blocks, the fastest first."""
     return sorted(found, key=lambda plan: statistics.median(found[plan]))[:count]
 
 
 def ratio(times: Times, one: Plan, other: Plan) -> Interval:
-    """Of neighbouring blocks."""
+    """Return the median ratio of neighbouring blocks, with its interval."""
     return median_interval([a / b for a, b in zip(times[one], times[other], strict=True)])
 
 
@@ -171,7 +177,7 @@ def ratio(times: Times, one: Plan, other: Plan) -> Interval:
 
 
 def serve(folder: Path) -> None:
-    """Answer questions as a rank: begin a plan in place of the one before, or take some steps of it."""
+    """Answer requests as a rank: begin a plan instead of the previous one, or take steps."""
     job, candidate = Job.load(folder / "job.yaml"), None
     data = job.data.build(input_shape=job.model.input_shape(), seed=job.seed)
     with joined(deadline_s=120) as group:
@@ -192,7 +198,7 @@ def serve(folder: Path) -> None:
 
 
 def begun(job: Job, plan: Plan, data: DataSets, group: Group) -> TrialCandidate:
-    """An engine of the plan on this rank, if the plan has this rank."""
+    """Return the plan's candidate on this rank; it has no engine if the plan has fewer ranks."""
     host = discover().hosts[0]
     cores = set(cores_of(group.rank, plan.ranks, host)) if plan.pin else os.sched_getaffinity(0)
     threads = plan.threads_for(host, plan.ranks)
