@@ -1,8 +1,8 @@
-"""`loss.backward()` and `optimizer.step()` without what torch does around them in every call.
+"""`loss.backward()` and `optimizer.step()` without the checks that torch makes in every call.
 
-torch checks arguments, looks for hooks and announces each call to a profiler. In a step of a small model, this takes
-longer than the arithmetic (`benchmarks/overhead.py`). The functions of this file do the same work without it, and call
-torch's own functions if there is a hook, a profiler or an argument that torch must check.
+torch checks arguments, looks for hooks and announces optimizer steps to the profiler. In a step of a tiny model, these
+checks take a noticeable part of the time (`benchmarks/overhead.py` times such steps). The functions of this file skip
+the checks. If there is a hook, a profiler or an argument that torch must check, they call torch's own functions.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 HOOKS_OF_LOOPS: set[int] = set()
-"""Numbers of hooks that `take_step` need not call, because they check only the steps that a user's loop takes."""
+"""IDs of hooks that `take_step` need not call, because they check only steps of a user's own loop."""
 
 
 def backward(loss: Tensor, *, retain_graph: bool | None = None) -> None:
@@ -40,8 +40,8 @@ def take_step(optimizer: Optimizer) -> None:
     """Update the parameters, as `optimizer.step()` does."""
     step: Any = type(optimizer).step
     if (
-        getattr(step, "hooked", False)  # torch has wrapped the function
-        and "step" not in vars(optimizer)  # a learning rate scheduler of torch has not
+        getattr(step, "hooked", False)  # torch has wrapped the method of the class
+        and "step" not in vars(optimizer)  # no learning rate scheduler has wrapped the method again
         and optimizer._optimizer_step_pre_hooks.keys() <= HOOKS_OF_LOOPS
         and optimizer._optimizer_step_post_hooks.keys() <= HOOKS_OF_LOOPS
         and _global_optimizer_pre_hooks.keys() <= HOOKS_OF_LOOPS

@@ -1,4 +1,4 @@
-"""Sums that are prepared once have the bits of an all-reduce, whatever else the ranks do."""
+"""Prepared sums have the same bits as all-reduces, also between other collectives."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ from ranks import Backend, Ranks
 
 
 def sums_among_other_calls() -> list[tuple[list[float], list[float]]]:
-    """Prepared sums between other collectives, beside the same all-reduces; rank 1 is sometimes late."""
+    """Return prepared sums and all-reduces of the same tensors, between other collectives.
+
+    Rank 1 is sometimes late.
+    """
     found = []
     with joined(deadline_s=30) as group:
         generator = torch.Generator().manual_seed(group.rank)
@@ -46,7 +49,7 @@ def test_a_prepared_sum_has_the_bits_of_an_all_reduce(ranks: Ranks, backend: Bac
 
 
 def different_calls() -> list[str]:
-    """The codes of the errors if one rank sums fewer numbers, and of every later sum."""
+    """Return the errors of two sums in which one rank sums fewer numbers."""
     with joined(deadline_s=30) as group:
         tensor = torch.zeros(4)[: 3 if group.rank else 4]
         summed, codes = group.prepared_sum(tensor), []
@@ -63,7 +66,7 @@ def different_calls() -> list[str]:
 def test_prepared_sums_of_different_sizes_are_refused_and_end_the_group(ranks: Ranks) -> None:
     for codes in ranks(2, different_calls, backend="shm"):
         assert codes[0] == "ranks.calls_differ"
-        assert len(codes) == 2, "a group whose ranks differ cannot be used any more"
+        assert len(codes) == 2, "after different calls, the group cannot be used any more"
 
 
 def one_rank_stays_away() -> Any:

@@ -152,7 +152,7 @@ BAD = {"nan": float("nan"), "inf": float("inf"), "infinite sum": 3e37, "sum with
 
 
 class OneBadRow(nn.Module):
-    """A table whose gradient gets `value` in the second step; loss and dense gradients stay finite."""
+    """Table whose gradient is `value` in the second step; loss and dense gradients stay finite."""
 
     def __init__(self, value: float) -> None:
         super().__init__()
@@ -172,7 +172,7 @@ class OneBadRow(nn.Module):
 @pytest.mark.parametrize("own_loop", [False, True])
 @pytest.mark.parametrize("policy", ["stop", "skip"])
 def test_a_row_whose_gradient_is_not_finite_is_not_trained_on(policy: Any, own_loop: bool, value: float) -> None:
-    """Also if only the sum of finite gradients of one row is not finite."""
+    """The gradient may be finite in each lookup of a row, but not in their sum."""
     model = OneBadRow(value)
     loss = None if own_loop else F.cross_entropy
     loader = DataLoader(data(), BATCH)
@@ -306,7 +306,10 @@ def plain() -> list[float]:
 
 
 def own_loop(folder: str, epochs: range, clip_norm: float | None = None) -> tuple[list[float], list[float]]:
-    """Losses and norms of the same loop with paceline's calls; what an earlier call left in the folder goes on."""
+    """Return losses and norms of the same loop with paceline's calls.
+
+    If the first epoch is not 0, the loop resumes from the state in the folder.
+    """
     torch.manual_seed(1)
     model = Fields()
     optimizers = optimizers_of(model)

@@ -1,4 +1,4 @@
-"""The search over combinations of plans and settings, with invented times.
+"""Search over combinations of plans and settings, with simulated times.
 
 A wrong choice here slows every run that `auto` plans.
 """
@@ -31,7 +31,7 @@ def search_for(forecasts: list[Forecast], failed: frozenset[str] = frozenset()) 
 
 
 def searched(time_of: Times, noise: float, seed: int, groups: int = 3) -> Halving:
-    """Measure as a trial does, with steps that vary by this fraction."""
+    """Measure as a trial does, with step times that vary by the fraction `noise`."""
     random, halving = Random(seed), search_for([])
 
     def measured(plans: list[Plan], rounds: int) -> None:
@@ -52,7 +52,7 @@ def searched(time_of: Times, noise: float, seed: int, groups: int = 3) -> Halvin
 
 
 def settings_that_help_together(plan: Plan) -> float:
-    """Two settings that are worth nothing alone, and others that cost a little."""
+    """Two settings help only together; the others make steps slightly slower."""
     both = plan.memory_format == "channels_last" and plan.fused
     factor = 0.7 if both else 1.02 if plan.memory_format == "channels_last" or plan.fused else 1.0
     others = (1.05 if plan.onednn else 1.0) * (1.1 if plan.ranks == 1 else 1.0)
@@ -70,7 +70,7 @@ def test_what_helps_only_together_is_found_in_noise(time_of: Times) -> None:
     regrets = sorted(time_of(halving.chosen()) / best_s - 1 for halving in found)
     assert regrets[len(regrets) * 3 // 4] <= 0.02, regrets
     measured = max(len(halving.compared) for halving in found)
-    assert measured < len(found[0].all) / 2, "the search does not try everything"
+    assert measured < len(found[0].all) / 2, "the search should not measure every combination"
 
 
 def test_what_costs_a_little_is_not_taken_because_of_noise() -> None:
@@ -88,7 +88,7 @@ def test_of_equally_fast_combinations_the_simplest_is_taken() -> None:
 
 
 def test_predictions_decide_where_single_settings_are_tried() -> None:
-    """If no other time is known; a measured one counts for more."""
+    """Measured times then count for more than predictions."""
     halving = search_for([Forecast("dp=2", 0.02, 0.02), Forecast("dp=1", 0.005, 0.005)])
     assert {plan.ranks for plan in halving.singles} == {1}
     for plan in halving.alone:

@@ -222,7 +222,7 @@ class Group:
     def prepared_sum(self, tensor: Tensor) -> Callable[[], None]:
         """Return a function that sums a tensor over the ranks, like `all_reduce`.
 
-        The transport may prepare sums of a small tensor, so that each sum takes less time.
+        If the tensor is small, the transport may prepare its sum, so that each call takes less time.
         """
         prepared = self.transport.prepared_sum(tensor) if self.size > 1 else None
         if prepared is None:

@@ -124,7 +124,7 @@ class OperationQueue:
         return ended
 
     def finish(self, steps: Steps) -> bool:
-        """Begin the steps of a collective without an `Operation`; return True if they are done.
+        """Run a collective without an `Operation` until its first wait; return True if done.
 
         The queue must be empty. If the steps raise an error, all later operations fail, as in `advance`.
         """
@@ -132,7 +132,7 @@ class OperationQueue:
             next(steps)
         except StopIteration:
             return True
-        except BaseException as error:  # also after Ctrl-C, because other ranks have this rank's contribution
+        except BaseException as error:  # also after Ctrl-C, because other ranks may have this rank's contribution
             self.breakage.fail(error if isinstance(error, Exception) else DistBackendError(f"interrupted by {error!r}"))
             self.breakage.told = True
             raise

@@ -645,9 +645,9 @@ class Transport:
         """Free a tensor that `empty` returned."""
 
     def prepared_sum(self, tensor: Tensor) -> Callable[[], None] | None:
-        """Return a function that sums a flat tensor over the ranks, or None.
+        """Return a function that sums a flat tensor over the ranks faster than an all-reduce.
 
-        None means that the transport has no faster sum than an all-reduce.
+        The result is None if the transport has no faster sum.
         """
         return None
 

@@ -82,8 +82,8 @@ class StepResult:
         step: number of optimizer steps so far, including this step.
         loss: mean loss over the global batch, before the update.
         samples: number of samples of the global batch.
-        grad_norm: L2 norm of the whole gradient, before clipping. If gradients are sparse and not clipped, the norm is
-            computed when it is first read; until then, the result keeps these gradients in memory.
+        grad_norm: L2 norm of the whole gradient, before clipping. The norm of sparse gradients that are not clipped may
+            be computed when it is first read; until then, the result keeps these gradients in memory.
         problem: reason for a skipped update (NaN or Inf in loss or gradient, or a spike); None if the update was made.
         votes: number of ranks that requested each action, such as a stop or a checkpoint.
         timing: this rank's times. On accelerators, these are the times of the previous step (None at the first step),
@@ -113,13 +113,13 @@ class StepResult:
 
 
 class LateResult(StepResult):
-    """Result of a step with numbers that are read or computed later.
+    """Result of a step with numbers that are read or computed at the first access.
 
-    The numbers may still be on an accelerator. The first access then waits for the device, like `loss.item()`.
+    If the numbers are still on an accelerator, the first access waits for the device, like `loss.item()`.
 
     Args:
-        numbers: function that waits for the other numbers and returns them.
-        known: numbers that are known now.
+        numbers: function that returns the other numbers, and may wait for them.
+        known: numbers that are already known.
     """
 
     __slots__ = ("_numbers",)
@@ -148,7 +148,7 @@ LATE_NUMBERS = {field.name for field in fields(StepResult)} - {"step", "samples"
 
 
 def step_result(norm: float | LateNorm, *, reduced: bool = True, **known: Any) -> StepResult:
-    """Return a step's result, which computes a late gradient norm when it is first read."""
+    """Return the result of a step; a `LateNorm` is computed at the first access."""
     if isinstance(norm, LateNorm):
         return LateResult(lambda: {"grad_norm": float(norm)}, reduced=reduced, **known)
     return StepResult(grad_norm=norm, reduced=reduced, **known)

@@ -76,7 +76,7 @@ class Guard:
             deciders: the ranks that share this loss and gradient; all of them must call this method.
             batch: this rank's batch, which is searched for NaN and Inf.
             samples: indices of the batch's samples in the data set.
-            norm: L2 norm of the gradient; a `LateNorm` is finite.
+            norm: L2 norm of the gradient; a `LateNorm` is known to be finite.
 
         Raises:
             NonFiniteError: the policy is `stop`, or too many consecutive updates were skipped.

@@ -38,7 +38,7 @@ class Reduced:
         rescale: factor that turns the summed gradients into gradients of the mean loss.
         votes: number of ranks that asked for each action.
         slowest_busy_s: the longest busy time of any rank before the reduction.
-        norm: L2 norm of the whole gradient, before clipping; a `LateNorm` is finite.
+        norm: L2 norm of the whole gradient, before clipping; a `LateNorm` is known to be finite.
         own_loss: loss of this replica if it updates with its own gradient; None if all replicas make the same update.
         everywhere: True if the values cover all replicas; False if they describe only this replica and votes are
             pending.
@@ -181,15 +181,15 @@ def in_order(parts: Sequence[float | Tensor], of_tensors: Sequence[float]) -> li
     return [x for part in parts for x in (islice(read, part.numel()) if isinstance(part, Tensor) else (part,))]
 
 
-# If there are many tensors, those with few elements are joined, because a copy is faster than one call for each tensor.
+# From `_MANY` tensors on, those with up to `_SMALL` elements are joined: a copy is faster than a call for each tensor.
 _MANY, _SMALL = 32, 2**10
 
 
 def norms_of(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
     """Return L2 norms that combine to the L2 norm of all tensors.
 
-    The L2 norm of the returned norms is the norm of all tensors together. If there are many
-    tensors on a CPU, small ones share one norm.
+    The L2 norm of the returned norms is the norm of all tensors together. If there are many tensors on a CPU, small
+    tensors share one norm.
     """
     if len(tensors) < _MANY or on_accelerator(tensors[0]):
         return torch._foreach_norm(list(tensors)) if tensors else ()
@@ -220,12 +220,12 @@ class GradientReduction:
         world: all ranks.
         split: how the model is divided over the ranks of a replica; None if each rank holds the whole model.
         loss_scale: loss scale of fp16 training; None in other precisions.
-        clips: True if every gradient is clipped, so that its norm or elements must be known.
+        clips: True if the job clips gradients, so that their norm or elements must be known before each update.
 
     Attributes:
         gradients: tensors with the newest reduced gradients; each gradient is contained once.
-        sparse: parameters whose gradients are not in `gradients` until `sum_rows` adds them.
-        reads_all: True if the elements of every gradient are needed before the update.
+        sparse: parameters with sparse gradients, which are not in `gradients` until `sum_rows` adds them.
+        reads_all: True if every update needs the elements of all gradients.
         stage: state of the newest gradients: this rank's own, summed over all ranks, or rescaled to the mean.
     """
 
@@ -325,7 +325,7 @@ class GradientReduction:
         return math.sqrt(float(square))
 
     def _own_norm(self) -> float | LateNorm:
-        """Return the norm of this rank's gradients; a `LateNorm` if it is surely finite."""
+        """Return the norm of this rank's gradients; a `LateNorm` if sparse gradients cannot overflow."""
         if self.sparse:
             late = LateNorm.if_finite(self.gradients, [p.grad for p in self.sparse if p.grad is not None])
             if late is not None:

@@ -1,13 +1,13 @@
 """Successive halving over combinations of plans and settings.
 
-A combination is a plan with a subset of the settings that may make it faster. The first plan takes part in every round,
-so each time is compared with a time of the same seconds. The logarithm of a combination's ratio to the first plan is
-modelled as a Gaussian process: the effects of the plan and of each setting add up, with small effects of pairs. The
-predictions of the plans are its mean before anything is measured.
+A combination is a plan with a subset of the settings that may make it faster. The first plan is measured in every
+round, so that each ratio compares step times of the same few seconds. A Gaussian process models the logarithm of each
+combination's ratio to the first plan. The effects of the plan and of each setting add up, and pairs of settings have
+small additional effects. Before anything is measured, the mean of the process comes from the predictions of the plans.
 
-1. The other plans are measured for some rounds, then each setting alone on the fastest of them.
-2. The most promising combinations follow, in groups, until half of the time is spent.
-3. The best of them are measured for longer, in ever smaller groups.
+1. Each other plan is measured for one or two rounds. Then each setting is measured alone on the fastest plan so far.
+2. The most promising combinations are measured in groups, until half of the time is spent.
+3. The best combinations are measured for longer, in ever smaller groups.
 
 The module does not need torch.
 """
@@ -36,26 +36,25 @@ from paceline.planning.shortlist import (
     plan_changes,
 )
 
-# standard deviations of logarithms: of the effect of a setting, of its difference between plans, of a pair of settings,
-# and of a combination itself
+# prior standard deviations of logarithms: effect of a setting, its difference between plans, additional effect of a
+# pair of settings, and remainder of a single combination
 SETTING, ON_PLAN, PAIR, OWN = 0.15, 0.1, 0.06, 0.02
-# noise of the ratio of one round, before it is known and at least
+# standard deviation of the logarithm of one round's ratio: assumed at first, and the minimum
 NOISE, LEAST_NOISE = 0.08, 0.01
-# number of combinations in a group of the search, in the smaller groups that follow, and the rounds of each
+# number of combinations and of rounds: in a group of the search, and in the smaller groups that follow
 WIDTH, ROUNDS = 8, 2
 HALVES = ((4, 4), (2, 6))
-# each further setting must save more than this fraction of a step
+# each additional setting must save more than this fraction of a step
 LEAST_GAIN = 0.002
-# a combination is faster than the first plan if its expected logarithm is below 0 by these standard deviations
+# a combination is faster than the first plan if its expected logarithm is this many standard deviations below 0
 SURE = 2.0
-# combinations that would be slower than the best by this logarithm, even if they are better than expected, are not
-# measured
+# a combination is not measured if even its optimistic estimate exceeds the best expected logarithm by this number
 _HOPELESS = 0.05
 
 
 @dataclass(frozen=True)
 class Combination:
-    """A plan, and the settings that are changed in it.
+    """A plan with changed settings.
 
     Attributes:
         base: the plan without the changed settings.
@@ -68,10 +67,10 @@ class Combination:
 
 
 def settings_on(job: Job, cluster: Cluster, plan: Plan, *, batch_norm: bool) -> list[PlanChange]:
-    """Return the settings of a plan that can be combined, with reasons against them.
+    """Return the settings of a plan that can be combined, also those that cannot help.
 
     Args:
-        batch_norm: whether the model normalizes over a microbatch, so that more of them change the result.
+        batch_norm: True if the model normalizes over microbatches, so that their number changes the result.
     """
     found = [c for c in plan_changes(job, cluster, plan) if not (c.cost_s or c.hint or c.of_ranks)]
     # activations of a smaller microbatch may fit a CPU's caches
@@ -81,7 +80,7 @@ def settings_on(job: Job, cluster: Cluster, plan: Plan, *, batch_norm: bool) -> 
 
 
 def combined(job: Job, cluster: Cluster, bases: Iterable[Plan], *, batch_norm: bool) -> list[Combination]:
-    """Return every combination of these plans and their settings; first of all the plans alone."""
+    """Return every combination of these plans and their settings, the plans alone first."""
     found = {one.plan: one for one in plain(bases)}
     for base in list(found):
         changes = [c for c in settings_on(job, cluster, base, batch_norm=batch_norm) if c.untried is None]
@@ -106,7 +105,7 @@ class Halving:
     Attributes:
         first: plan with which all others are compared.
         all: combinations from which the search chooses; the first plan is among them.
-        compared: rounds of each measured plan, as text.
+        compared: maps the text of each measured plan to its rounds.
         failed: texts of plans that cannot run.
     """
 
@@ -153,7 +152,7 @@ class Halving:
         return [one.plan for one in self.all if one.base == best and len(one.names) == 1]
 
     def expected(self) -> tuple[Floats, Floats]:
-        """Return the mean of each combination's logarithm of the ratio, and its standard deviation.
+        """Return the expected logarithm of each combination's ratio, and its standard deviation.
 
         Ratios of the same round share the error of the first plan's time.
         """
@@ -163,7 +162,7 @@ class Halving:
         seen = [self._place[self.first], *(i for i, _ in measured)]
         errors = np.zeros((len(seen), len(seen)))
         errors[0, 0] = 1e-8
-        # a ratio has the errors of two times; the factor 1.5 is of a median
+        # variance that each of a ratio's two times contributes; a median has about 1.5 times the variance of a mean
         noise = 1.5 * self._noise() ** 2 / 2
         for row, (_, one) in enumerate(measured, 1):
             errors[row, row] += noise / len(one.ratios)
@@ -178,7 +177,7 @@ class Halving:
         return np.asarray(means), np.sqrt(np.maximum(variance, 0.0))
 
     def _noise(self) -> float:
-        """Return the standard deviation of a round's logarithm, from the rounds of all plans."""
+        """Return the standard deviation of the logarithm of one round's ratio, over all plans."""
         several = [np.log(one.ratios) for one in self.compared.values() if len(one.ratios) > 1]
         free = sum(len(logs) - 1 for logs in several)
         if free < LEAST_ROUNDS:
@@ -188,7 +187,8 @@ class Halving:
     def promising(self, count: int = WIDTH) -> list[Plan]:
         """Return unmeasured combinations that may be the fastest.
 
-        Half of them have the shortest expected steps. The others are less certain, and may be even faster.
+        Half of them have the shortest expected step times. The others have the shortest optimistic estimates, one
+        standard deviation below the expected logarithm.
         """
         means, doubts = self.expected()
         hope = means - doubts
@@ -199,7 +199,7 @@ class Halving:
         return [self.all[i].plan for i in (*expected, *hoped)]
 
     def best(self, count: int, least_rounds: int = 1) -> list[Plan]:
-        """Return the measured plans with the shortest expected steps, the best first."""
+        """Return the measured plans with the shortest expected step times, the best first."""
         values = self._values(self.expected()[0])
         measured = [
             i
@@ -209,18 +209,21 @@ class Halving:
         return [self.all[i].plan for i in sorted(measured, key=lambda i: float(values[i]))[:count]]
 
     def chosen(self) -> Plan:
-        """Return the fastest combination, or the first plan if none is surely faster."""
+        """Return the fastest combination, or the first plan if none is clearly faster."""
         means, doubts = self.expected()
         least = means + SURE * doubts
         sure = (plan for plan in self.best(len(self.all), LEAST_ROUNDS) if least[self._place[plan]] < 0)
         return next(sure, self.first)
 
     def _values(self, means: Floats) -> Floats:
-        """Return the expected logarithms with the least gain that settings must bring."""
+        """Return the expected logarithms plus the minimum gain that each setting must bring."""
         return means + LEAST_GAIN * np.array([len(one.names) for one in self.all])
 
     def rows(self) -> Iterator[Trial]:
-        """Yield the row of each measured plan; the chosen plan is last."""
+        """Yield the rows of the measured plans; the chosen plan is last.
+
+        The first plan has no row, even if it is chosen.
+        """
         predicted = {forecast.plan: forecast.step_s for forecast in self.forecasts}
         best = str(self.chosen())
         for text, one in sorted(self.compared.items(), key=lambda item: (item[0] == best, -item[1].ratio.middle)):

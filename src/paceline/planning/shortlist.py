@@ -269,9 +269,9 @@ def _place(layout: Layout) -> tuple[float, ...]:
 
 # the plan keys that change how a rank computes, but not its result
 SETTINGS = ("memory_format", "fused", "pin", "onednn", "num_workers", "compile")
-# seconds for measuring combinations if steps are short, and the number of steps if they are long
+# budget for measuring combinations: seconds if steps are short, number of steps if they are long
 BUDGET_S, _BUDGET_STEPS = 17.0, 150
-# seconds for measuring another plan, if steps are short
+# estimated seconds for measuring one more plan, if steps are short
 PLAN_S = 3.0
 # largest fraction of the longest possible run
 SHARE_OF_RUN = 0.1
@@ -279,13 +279,13 @@ SHARE_OF_RUN = 0.1
 LEAST_ROUNDS, MOST_ROUNDS = 6, 20
 # minimum number of steps of a run, of which only a part may be spent
 LEAST_STEPS = 400
-# In a long run, measuring may take these seconds or this share, whichever is larger
+# in a long run, measuring may take this many seconds or this share of the run, whichever is larger
 _LONG_RUN_S, _LONG_SHARE = 17.0, 0.04
-# largest fraction of a run that the start of a changed plan may take
+# largest fraction of a run that a change may add to the time before the first step
 _START_SHARE = 0.05
 # the ranks of a trial take seconds to start
 LEAST_RUN_S = 30.0
-# prefixes of the verdicts of a setting that was left out, and of one that failed; the reason follows
+# prefixes of verdicts about plans and settings that were left out or failed; the reason follows
 NOT_TRIED, FAILED = "not tried: ", "failed: "
 # time of torch.compile before the first step, on CPUs and GPUs alike
 _COMPILE_S = 45.0
@@ -304,7 +304,7 @@ class PlanChange:
         cost_s: additional time before the first step, in seconds. The change is tried only if the run is long enough.
         hint: reason why the change is not applied even if it is faster. Such a change is measured last and only
             reported.
-        of_ranks: True if the change is another number of ranks, or of threads of a single rank.
+        of_ranks: True if the change sets the number of ranks, or the threads of a single rank.
     """
 
     changes: dict[str, Any]
@@ -334,10 +334,10 @@ class Trial:
         change: text of the plan, or of the change that is applied to the best plan.
         verdict: text such as `kept`, `not kept: slower` or `not tried: …`.
         step_s: measured step time; None if it was not measured.
-        ratio: `step_s` divided by `best_s`; None if it was not compared.
+        ratio: `step_s` divided by `best_s`; None if the plan or setting was not compared.
         predicted_s: predicted step time of a plan, in seconds; None without a prediction.
-        best_s: step time of the first plan, or of the plan with which a change is compared, measured in the same rounds
-            because the machine's speed may change between rounds.
+        best_s: step time of the plan to compare with, in the same rounds, because the machine's speed may change. A
+            plan is compared with the first plan, and a change with the best plan.
     """
 
     change: str
@@ -349,7 +349,7 @@ class Trial:
 
     @property
     def tried(self) -> bool:
-        """True if the setting was measured."""
+        """True if the plan or setting was tried."""
         return not self.verdict.startswith(NOT_TRIED)
 
     @property
@@ -453,7 +453,7 @@ def budget_s(step_s: float, run_s: float | None, *, share: float = SHARE_OF_RUN)
 
     Args:
         run_s: longest possible duration of the run; None if unknown.
-        share: fraction of a short run that measuring may take. It is larger if other runs benefit as well.
+        share: fraction of a short run that measuring may take; larger if other runs benefit as well.
     """
     wanted = max(BUDGET_S, _BUDGET_STEPS * step_s)
     if run_s is None:
@@ -527,8 +527,8 @@ class Comparison:
         """Return the trial of the challenger, with its verdict.
 
         Args:
-            kept: whether the challenger was chosen among several; None if it is chosen if it wins.
-            hint: reason why the challenger is not chosen even if it wins.
+            kept: whether the challenger was chosen from several plans. If None, a challenger that wins is kept.
+            hint: reason why the challenger is not kept even if it wins.
         """
         ratio = self.ratio
         if hint:
@@ -551,10 +551,10 @@ class Comparison:
 
 
 def bases_of(job: Job, cluster: Cluster, first: Plan, forecasts: Iterable[Forecast], *, settings: bool) -> list[Plan]:
-    """Return the plans whose combinations with settings are searched; the first plan comes first.
+    """Return the plans that are combined with settings; `first` comes first.
 
-    Predictions are not exact enough to decide about the number of processes and threads of a machine's cores, so all of
-    them are among the plans.
+    With `settings`, these include plans with fewer ranks, and single ranks with one or all threads. Predictions are not
+    exact enough to exclude any of them.
     """
     more = [change for change in plan_changes(job, cluster, first) if change.of_ranks and change.untried is None]
     plans = [first, *(Plan.parse(forecast.plan) for forecast in forecasts)]

@@ -49,7 +49,7 @@ class AllReduce(SyncRule):
         self.buckets: list[Bucket] = []
         self.hooks: list[torch.utils.hooks.RemovableHandle] = []
         self.lanes: list[Lane] = []
-        self._sums: list[Callable[[], None]] = []  # exact sum of each bucket
+        self._sums: list[Callable[[], None]] = []  # by bucket: function that sums it exactly
         self.choice: CodecChooser | None = None
 
     def attach(self, replica: Replica) -> None:
@@ -147,7 +147,7 @@ class AllReduce(SyncRule):
     def detach(self) -> None:
         for hook in self.hooks:
             hook.remove()
-        self._sums.clear()  # they hold the shared memory
+        self._sums.clear()  # the functions refer to shared memory
         for number, bucket in enumerate(self.buckets):
             self._lane(number).algorithm.release(bucket.flat)
         for lane in self.lanes:

@@ -49,9 +49,9 @@ def numbers_of(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
 
 
 class LateNorm:
-    """L2 norm of a finite gradient with sparse parts, which `float` computes.
+    """L2 norm of a finite gradient with sparse parts; `float` computes it.
 
-    To find the norm, equal rows must be summed, which takes longer than the optimizer's step on these rows.
+    The norm needs the sums of equal rows. These can take longer than the optimizer's step.
 
     Args:
         dense: L2 norm of the dense gradients.
@@ -59,12 +59,12 @@ class LateNorm:
     """
 
     def __init__(self, dense: float, sparse: list[Tensor]) -> None:
-        # copies that share the values, because `zero_grad(set_to_none=False)` and `+=` change a sparse tensor itself
+        # copies that share the values, because `zero_grad(set_to_none=False)` and `+=` change the original tensors
         self._dense, self._sparse = dense, [gradient.detach() for gradient in sparse]
 
     @classmethod
     def if_finite(cls, dense: list[Tensor], sparse: list[Tensor]) -> LateNorm | None:
-        """Return the norm if it is finite, whichever rows are equal; otherwise None."""
+        """Return the norm if it is certainly finite, whichever rows are equal; otherwise None."""
         values = [gradient._values() for gradient in sparse]
         if not all(own.dtype is torch.float32 or own.dtype is torch.float64 for own in values):
             return None
@@ -79,7 +79,7 @@ class LateNorm:
         return math.hypot(self._dense, *map(float, norms))
 
 
-_LARGEST_SQUARE = 1e37  # less than the largest float32 number, by far more than rounding errors
+_LARGEST_SQUARE = 1e37  # so far below the largest float32 number that rounding errors do not matter
 
 
 def sum_rows(tables: Sequence[nn.Parameter], group: Group) -> list[Tensor]:

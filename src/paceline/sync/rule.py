@@ -32,7 +32,7 @@ class Reduction(NamedTuple):
             rule received, or a tensor of the same length in the rule's buffer. The engine writes the next step's
             scalars to this tensor.
         everywhere: True if the scalars, and the gradients if the rule sends gradients, are sums over all replicas.
-        sparse: parameters whose sparse gradients are not in `gradients`, because they may contain a row several times.
+        sparse: parameters with sparse gradients, which are not in `gradients` and may contain a row several times.
     """
 
     gradients: list[Tensor]

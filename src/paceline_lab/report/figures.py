@@ -88,7 +88,9 @@ DEFINITIONS: Mapping[str, Definition] = {
         "setting", "A key of a plan that changes the speed and not the result; auto tries it on the real model."
     ),
     "ratio": Definition(
-        "ratio to the best", "Step time / that of the best plan so far, measured in the same rounds; below 1 is faster."
+        "ratio to the first",
+        "Step time / step time of the first plan in the same rounds; below 1 is faster. Changes that are measured last "
+        "are compared with the best plan.",
     ),
     "simulated_speedup": Definition(
         "speedup", "Predicted throughput / predicted throughput on the fewest devices that the job fits on."

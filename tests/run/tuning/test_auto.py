@@ -207,7 +207,7 @@ def test_a_change_that_fails_is_told_and_the_others_are_tried_until_a_second_one
 def test_failures_before_and_after_the_search_leave_its_choice_and_its_rows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A layout fails during the search, and bf16, which is measured last."""
+    """channels_last fails during the search; bf16 fails afterwards, because it is measured last."""
     forecasts(monkeypatch)
     two = Cluster(hosts=(TWO_CORES.hosts[0].model_copy(update={"cpu_bf16": True}),))
     choice = choose(

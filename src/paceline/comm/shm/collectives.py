@@ -222,7 +222,7 @@ class ShmCollectives(Collectives):
         self.rounds.calls_match(line)
 
     def call_of(self, name: str, how: str, tensor: Tensor) -> bytes:
-        """Return the text with which the ranks compare a call."""
+        """Return the text by which the ranks check that they make the same call."""
         key = (name, how, tensor.dtype, len(tensor))
         call = self._calls.get(key)
         if call is None:
@@ -335,7 +335,7 @@ class Rounds:
     def met(self) -> bool:
         """Return True once all ranks have reached this rank's count."""
         this_round = self.round
-        for counter in self._others_counters:  # noqa: SIM110 - `all` with a generator is slower, and waits poll this
+        for counter in self._others_counters:  # noqa: SIM110 - `all` with a generator is slower, and waiting ranks poll
             if counter[0] < this_round:
                 return False
         return True
@@ -349,7 +349,7 @@ class Rounds:
         return self.slots_of(dtype, (self.round + 1) & 1)
 
     def slots_of(self, dtype: torch.dtype, parity: int) -> list[tuple[Tensor, Tensor]]:
-        """Return the slots of even (0) or odd (1) rounds; see `slots`."""
+        """Return the slots of even rounds (`parity` 0) or odd rounds (1); see `slots`."""
         typed = self._typed.get((dtype, parity))
         if typed is None:
             typed = [(slot[0].view(dtype), slot[1].view(dtype)) for slot in self._slots[parity]]

@@ -165,8 +165,8 @@ class SharedMemory(Transport):
 class SmallSum:
     """Sum of one small tensor over the ranks, prepared for many calls.
 
-    If the group is idle and the other ranks arrive soon, a call needs no `Operation` and no function of torch. The
-    result has the same bits as the result of `all_reduce`.
+    If no operation or profiler is active and the other ranks arrive soon, a call creates no `Operation` and calls no
+    function of torch. The result has the same bits as the result of `all_reduce`.
     """
 
     def __init__(self, group: ShmProcessGroup, tensor: Tensor) -> None:

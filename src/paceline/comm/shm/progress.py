@@ -123,7 +123,7 @@ class ShmProgress(Driver):
         futex_wake(self._doorbell_address)
 
     def spin(self, is_over: Callable[[], bool]) -> bool:
-        """Spin briefly until `is_over` returns True; return False if it did not."""
+        """Poll `is_over` briefly without yielding the core; return True if it became true."""
         until = time.perf_counter() + (0.0 if self.oversubscribed else SPIN_S)
         while not is_over():
             if time.perf_counter() > until:

@@ -188,7 +188,7 @@ class BinaryCrossEntropy(Elementwise):
         The loss has no minimum for such targets.
         """
         if target.numel():
-            # usual targets need one pass
+            # valid targets need only one pass
             least, most = target.aminmax()
             if least.item() >= 0 and most.item() <= 1:
                 return

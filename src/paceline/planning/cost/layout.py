@@ -608,9 +608,10 @@ def sums_in_memory(layout: Layout) -> bool:
 
 
 def summed_bytes(layout: Layout, parameters: float) -> float:
-    """Return the size of an all-reduce as long as the sum of gradients.
+    """Return the size of an all-reduce that takes as long as the gradient sum.
 
-    In shared memory, each server sums its part of all gradients. Compressed gradients are decoded before the sum.
+    The size is in bytes. In shared memory, each server sums its part of all gradients, and compressed gradients are
+    decoded before the sum.
 
     Args:
         parameters: number of gradient elements on one rank.
@@ -621,7 +622,7 @@ def summed_bytes(layout: Layout, parameters: float) -> float:
 
 
 def served_s(layout: Layout, up_s: float, down_s: float, work_s: float, apply_s: float) -> float:
-    """Return the time that a step waits for parameter servers that receive messages, in seconds.
+    """Return the seconds that a step waits for parameter servers that exchange messages.
 
     Pushes may be compressed, but pulls are not. Each server's link carries its share of the traffic of all replicas. If
     servers own the parameters, workers do not wait for one another. They wait only for a server whose work takes longer

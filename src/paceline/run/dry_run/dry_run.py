@@ -164,7 +164,9 @@ def _cluster_for(plan: Plan) -> Cluster:
 def for_dry_run(job: Job, plan: Plan, notes: list[str], *, accelerators: bool) -> Plan:
     """Set a run's defaults in the plan, and remove what a dry run cannot do.
 
-    Each removal is noted.
+    Args:
+        notes: list to which a note on each removal is added.
+        accelerators: True if the run's ranks compute on accelerators.
     """
     if plan.compile != "off":
         notes.append(f"compile={plan.compile} is left out of the dry run: blocks run as they are written")

@@ -99,7 +99,7 @@ class StepRecorder:
         """Record a step."""
         result, lr = info.result, info.lr
         step, timing = result.step, result.timing
-        # computing a late norm takes as long as the update, so only one line a second has it
+        # a late norm may take as long to compute as the update, so only about one line per second has the norm
         norm = math.nan if isinstance(result, LateResult) and not self.use.due else result.grad_norm
         start = _STEP % (
             step,

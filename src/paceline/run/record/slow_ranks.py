@@ -43,7 +43,7 @@ class SlowRanks:
         # by rank: first step of the slow period, and seconds of work when the rank was first suspected
         self._suspected: dict[int, tuple[int, float]] = {}
         self._worked_s = 0.0
-        self._short_steps = 0  # number of consecutive steps that are too short for a slow rank
+        self._short_steps = 0  # number of consecutive steps that are too short to show a slow rank
 
     def step(self, step: int, busy_s: Sequence[float]) -> Iterator[tuple[str, dict[str, Any]]]:
         """Add every rank's busy time in a step; yield events about slow ranks."""
@@ -58,7 +58,7 @@ class SlowRanks:
         if len(self._steps) < WINDOW:
             return
         if self._short_steps >= WINDOW and not self._slow:
-            # no difference of medians exceeds the minimum, so computing medians in every step would be wasted
+            # medians cannot differ by more than `_LEAST_S`, so they are not computed
             self._suspected.clear()
             return
         medians = [statistics.median(column) for column in zip(*(busy for _, busy in self._steps), strict=True)]

@@ -83,7 +83,7 @@ class Follower:
         self.tracker.close("interrupted" if self._interrupted and word == "finished" else word)
 
     def log_new(self) -> None:
-        """Log all new evaluations, and the newest step."""
+        """Log all new evaluations, the newest step and the newest gradient norm."""
         newest: dict[str, Any] | None = None
         norm: dict[str, Any] | None = None
         use: dict[str, float] = {}
@@ -102,7 +102,7 @@ class Follower:
                 self.tested = event["step"]
                 self._log(event["step"], {f"test/{name}": value for name, value in event["metrics"].items()})
         if newest is not None:
-            if norm is not None and newest["grad_norm"] is None:  # not every line has the norm of sparse gradients
+            if norm is not None and newest["grad_norm"] is None:  # some steps with sparse gradients have no norm
                 self._log(norm["step"], {"train/grad_norm": norm["grad_norm"]})
             self._log(newest["step"], {**values_of(newest), **use})
 

@@ -58,7 +58,7 @@ Say = Callable[[str], None]
 CALIBRATION_S = 20.0
 # minimum number of steps for comparing a run's step time with the prediction
 _LEAST_STEPS = 30
-# steps below this number of seconds are too short for the exchange of gradients
+# if a step takes fewer seconds, exchanging gradients may take longer than it saves
 _TINY_S = 0.005
 # errors that only concern the prediction, so the job may still train
 _OF_PREDICTION = {"model.forward_failed", "model.not_built_for_check"}
@@ -286,7 +286,7 @@ def _predicted_line(best: Forecast, listed: Sequence[Forecast], why: str) -> str
 
 
 def why_one_process(plan: Plan, step_s: float, ranks: int) -> str:
-    """Return why a plan with tiny steps has one process; "" for other plans."""
+    """Explain why a plan with tiny steps has one process; return "" for other plans."""
     if plan.ranks > 1 or ranks == 1 or step_s > _TINY_S:
         return ""
     return f"; one process, because a step of {shown(step_s)} is too short to share among {ranks} processes"
@@ -379,7 +379,7 @@ _APART = 0.97
 
 
 def measure(job: Job, cluster: Cluster, found: TuningResult, tell: Tell) -> TuningResult:
-    """Measure the default plan, then combinations of the other plans and settings.
+    """Measure the default plan, then combinations of plans and settings.
 
     A plan that divides the model needs all ranks of a launch. If such a plan has fewer ranks, it is measured in its own
     launch if there is time.
@@ -472,7 +472,7 @@ def _leave_out(found: TuningResult, reason: str) -> None:
 
 
 def _give_up(job: Job, cluster: Cluster, found: TuningResult) -> None:
-    """Choose among the measured plans, and add rows for those that were not tried."""
+    """Choose from the measured plans, and add rows for plans and settings without a trial."""
     if not found.searched:
         wins = [plan for plan, comparison in found.compared.items() if comparison.wins]
         found.best = min(wins, key=lambda plan: found.compared[plan].ratio.middle, default=found.default)

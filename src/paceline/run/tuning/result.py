@@ -32,14 +32,14 @@ class TuningResult:
         default: default plan, with which the trial begins.
         best: fastest plan so far.
         tried: rows of the tried plans and settings; the first row is the default plan.
-        compared: rounds of the other plans, as text, each with the default plan.
+        compared: maps the text of each other plan to its comparison with the default plan.
         under_way: plan or setting that is being tried; None between trials.
         step_s: median step time of the default plan.
         run_s: longest possible duration of the run at this step time; None if unknown.
         budget_s: seconds that measuring may take.
         spent_s: seconds that measuring has taken.
         gain: step time of the best plan divided by the default plan's, from the measured ratios of kept changes.
-        searched: whether the search over combinations has ended, and `best` is its choice or a change of that.
+        searched: whether the search over combinations has ended. Then `best` is its choice, possibly with a change.
         complete: whether every promising plan and setting has been tried long enough.
         forecasts: predictions of plans to measure; the default plan is first if it has a prediction.
         share: maximum fraction of the run's duration that measuring may take.

@@ -1,7 +1,7 @@
 """Trial of plans and settings, in turn, with the real model on real data.
 
-The processes of a trial end afterwards, so nothing has to be restored. All ranks know the same times, so all make the
-same decision. A failure ends all processes of the trial, because other ranks would wait for the failed rank. The
+The processes of a trial end afterwards, so nothing has to be restored. All ranks know the same times, and follow the
+decisions of rank 0. A failure ends all processes of the trial, because other ranks would wait for the failed rank. The
 launcher then starts new processes, without the plan or setting that failed.
 """
 
@@ -53,9 +53,9 @@ from paceline.wire.status import StatusBoard
 
 T = TypeVar("T")
 
-# assumed seconds until a plan's engine can take its first step
+# estimated seconds to create a plan's engine
 _STARTING_S = 0.05
-# models in memory at the same time: at most this number, and this share of the free memory
+# limits of the models in memory at the same time: their number, and their share of the free memory
 _MOST_ALIVE, _SHARE_OF_MEMORY = 10, 0.25
 
 
@@ -63,7 +63,7 @@ class RankTrial:
     """One rank of a trial.
 
     `report` is called with the result so far, whenever it changes; only rank 0's result is used. Rank 0 also decides
-    what is measured next, by its own clock.
+    what to measure next, by its own clock.
     """
 
     def __init__(
@@ -134,11 +134,11 @@ class RankTrial:
     def _search(self) -> None:
         """Measure plans, single settings, promising combinations, and the best for longer.
 
-        Time for the last group is kept from the beginning.
+        The first measurements leave enough time for the last group.
         """
         last_s = (HALVES[-1][0] + 1) * LEAST_ROUNDS * self.turn_s
         budget_s, halving = self.findings.budget_s, self.halving
-        # with long steps, one round
+        # long steps leave time for only one round
         rounds = ROUNDS if 40 * ROUNDS * self.turn_s < budget_s else 1
         self._in_groups(halving.alone, rounds, budget_s - last_s)
         self._in_groups(halving.singles, rounds, budget_s - last_s)
@@ -149,19 +149,19 @@ class RankTrial:
         for count, more in HALVES:
             best = self._agreed([str(plan) for plan in halving.best(min(count, self.room - 1))])
             self._rounds(best, more, budget_s - (last_s if count > HALVES[-1][0] else 0.0))
-        # the last plans are compared until they are decided
+        # compare the last plans until further rounds would not change the verdicts
         while not self._agreed(all(halving.compared[plan].decided for plan in best)):
             if not self._rounds(best, 1, budget_s):
                 break
 
     def _in_groups(self, plans: Iterable[Plan], rounds: int, until_s: float) -> None:
-        """Measure the plans that are not measured yet, in groups that fit the memory."""
+        """Measure the plans that are not measured yet, in groups that fit in memory."""
         new = self._agreed([str(plan) for plan in plans if str(plan) not in self.findings.compared])
         for i in range(0, len(new), self.room - 1):
             self._rounds(new[i : i + self.room - 1], rounds, until_s)
 
     def _rounds(self, plans: Sequence[str], count: int, until_s: float) -> bool:
-        """Measure these plans and the first plan in turn; return False without enough time."""
+        """Measure these plans and the first plan in turn; return False if time ran out."""
         in_time = True
         for number in range(count):
             first_s = 0.0
@@ -179,7 +179,7 @@ class RankTrial:
         return in_time
 
     def _alive(self, plan: Plan) -> TrialCandidate:
-        """Return the candidate of a plan; if memory is short, close the oldest one."""
+        """Return a plan's candidate; to make room, close the least recently used candidates."""
         if plan in self.alive:
             self.alive[plan] = self.alive.pop(plan)
             return self.alive[plan]
@@ -201,7 +201,7 @@ class RankTrial:
         return candidate
 
     def _left_out(self, *, batch_norm: bool) -> list[Trial]:
-        """Return the settings that cannot help, or for which no time was left."""
+        """Return rows for the settings that cannot help, or for which no time was left."""
         found = []
         unmeasured = {name for one in self.halving.all for name in one.names}
         for one in self.halving.all:
@@ -216,7 +216,7 @@ class RankTrial:
         return found
 
     def _try_last(self) -> None:
-        """Compare the best plan with changes that take long to start, or are only reported."""
+        """Compare the best plan with changes that start slowly or are only reported."""
         for change in plan_changes(self.job, self.cluster, Plan.parse(self.findings.best)):
             if not (change.cost_s or change.hint) or str(change) in {row.change for row in self.findings.tried}:
                 continue
@@ -230,7 +230,7 @@ class RankTrial:
             self._note(self._compared(change))
 
     def _compared(self, change: PlanChange) -> Trial:
-        """Compare a change with the best plan, and take it if it wins."""
+        """Compare the best plan with and without a change; keep the change if it wins."""
         best, comparison, begun_s = Plan.parse(self.findings.best), Comparison(), self._spent_s()
         self._now_trying(str(change))
         self.reference, changed = best, change.on(best)
@@ -285,13 +285,13 @@ def _available_bytes(device: torch.device) -> float:
 
 
 WARM_UP_STEPS = 2
-# seconds of one plan's turn, before the other plan's turn
+# seconds of one plan's turn, before the next plan's turn
 _TURN_S = 0.15
 _MOST_STEPS_A_TURN = 50
-# factor for turns with loader processes, which have read ahead during the other plan's turn
+# factor for turns with loader processes, which have read ahead during other plans' turns
 _LONGER = 4
 # If steps are shorter than this many seconds, a turn's first step is slow, because caches and threads still serve the
-# other plan.
+# previous plan.
 _SETTLING_S = 0.5
 
 
