@@ -187,6 +187,9 @@ class SamplerStream:
 
         Batches before step `known` have already been trained on, so their digest must equal the saved digest.
         """
+        now = self._epoch
+        if now is not None and now.number == epoch and self._resume is None and (now.drawn >= until or now.ended):
+            return
         with torch.inference_mode(False):  # ranks cannot send tensors that are allocated in inference mode
             self._prepare(epoch, until, known)
 
