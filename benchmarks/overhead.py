@@ -4,10 +4,10 @@
 
 Figures:
 - `ratio_to_plain_loop`: step time of `paceline train` divided by the step time of a plain loop. Both use one rank with
-  one thread, the same model, weights, batches and optimizer, and the memory-allocator settings of paceline's launcher.
-  The ratio shows the cost of paceline's own code in a step of about 10 ms.
-- `ratio_to_default_allocator`: the same ratio to a plain loop without these allocator settings, as `python` runs it.
-  The settings avoid page faults.
+  one thread, the same model, weights, batches and fused optimizer, and the memory-allocator settings of paceline's
+  launcher. The ratio shows the cost of paceline's own code in a step of about 10 ms.
+- `ratio_to_default_loop`: the same ratio to a plain loop with torch's default optimizer step and without these
+  allocator settings, as `python` runs it. The settings avoid page faults.
 - `overhead_us_per_step`: step time of `paceline train` minus the step time of the plain loop, in microseconds. The
   model is one small layer, which takes almost no time to compute.
 - `overhead_us_own_loop`: the same difference for a user's own loop that calls `engine.step`.
@@ -93,15 +93,14 @@ class Side:
     """One of the compared loops.
 
     Attributes:
-        kind: `plain`, `train` (paceline's training loop) or `own` (a user's loop that calls `engine.step`).
+        kind: `plain`, `default` (a plain loop without a fused optimizer step and allocator settings), `train`
+            (paceline's training loop) or `own` (a user's loop that calls `engine.step`).
         job: a key of `JOBS`.
-        allocator: whether the processes get the allocator settings of paceline's launcher.
     """
 
     kind: str
     job: str
     ranks: int = 1
-    allocator: bool = True
 
     def start(self, folder: Path) -> Ranks:
         """Start the processes of this side."""
@@ -115,7 +114,7 @@ class Side:
         return Ranks(
             [__file__, "--serve", self.kind, str(runs)],
             ranks=self.ranks,
-            environment=ALLOCATOR if self.allocator else AS_RUN,
+            environment=AS_RUN if self.kind == "default" else ALLOCATOR,
         )
 
 
@@ -137,12 +136,12 @@ def main() -> None:
     if arguments.serve:
         serve(arguments.serve[0], Path(arguments.serve[1]))
         return
-    plain, ours, default = Side("plain", "cnn"), Side("train", "cnn"), Side("plain", "cnn", allocator=False)
+    plain, ours, default = (Side(kind, "cnn") for kind in ("plain", "train", "default"))
     times_s = step_times([plain, ours, default])
     print(f"cifar_cnn, 32 samples a step, one rank of one thread, {STARTS} x {BLOCKS} blocks of {STEPS['cnn']} steps")
     found = {
         "ratio_to_plain_loop": compared(times_s[ours], times_s[plain], "/"),
-        "ratio_to_default_allocator": compared(times_s[ours], times_s[default], "/"),
+        "ratio_to_default_loop": compared(times_s[ours], times_s[default], "/"),
     }
     plain, ours, own = Side("plain", "small"), Side("train", "small"), Side("own", "small")
     times_s |= step_times([plain, ours, own])
@@ -152,7 +151,7 @@ def main() -> None:
     times_s |= step_times([plain, ours], same_losses=False)
     found["overhead_us_two_ranks"] = compared(times_s[ours], times_s[plain], "-")
     for side, values in times_s.items():
-        name = f"{side.job}, {side.kind}, {side.ranks} ranks{'' if side.allocator else ', default allocator'}"
+        name = f"{side.job}, {side.kind}, {side.ranks} ranks"
         print(f"  {name:40} {statistics.median(values) * 1e3:8.3f} ms a step (median)")
     for name, figure in found.items():
         print(f"  {name:40} {figure}  median of neighbouring blocks, 95 % interval")
@@ -211,7 +210,7 @@ def serve(kind: str, runs: Path) -> None:
     with joined(deadline_s=60, transport="shm") if together else nullcontext(Group()) as group:
         run = Run(runs / ("0" if together else os.environ["RANK"]))
         loop = our_loop(run, group)
-        steps = {"plain": plain_steps, "train": our_steps, "own": own_steps}[kind](loop)
+        steps = {"plain": plain_steps, "default": default_steps, "train": our_steps, "own": own_steps}[kind](loop)
         for line in sys.stdin:
             question, n = json.loads(line)
             if question == "losses":
@@ -247,11 +246,11 @@ def beside_checkpoints(loop: Loop, steps: Iterator[float], checkpoints: int) -> 
     return rounds
 
 
-def plain_steps(loop: Loop) -> Generator[float, None, None]:
+def plain_steps(loop: Loop, *, fused: bool = True) -> Generator[float, None, None]:
     """The loop that one would write by hand, over the batches of `loop`; yields the loss of each step."""
     dataset, partition = loop.data.train, cast(Partition, loop.engine.loader.partition)
     model = loop.engine.model
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.0, fused=fused)
     for epoch in count():
         order = [index for batch in partition.batches(epoch) for index in batch]
         for images, labels in DataLoader(
@@ -264,11 +263,16 @@ def plain_steps(loop: Loop) -> Generator[float, None, None]:
             yield loss.item()
 
 
+def default_steps(loop: Loop) -> Generator[float, None, None]:
+    """The plain loop with torch's default optimizer step."""
+    return plain_steps(loop, fused=False)
+
+
 def own_steps(loop: Loop) -> Generator[float, None, None]:
     """A user's loop that calls `engine.step`, over the batches of `loop`; yields the loss of each step."""
     dataset, partition = loop.data.train, cast(Partition, loop.engine.loader.partition)
     model = loop.engine.model
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.0, fused=True)
     order = [index for epoch in range(20) for batch in partition.batches(epoch) for index in batch]
     loader = DataLoader(dataset, batch_size=partition.global_batch, sampler=order)
     engine = paceline.setup(model, optimizer, loss=F.cross_entropy, loader=loader, plan="threads=1")
