@@ -121,10 +121,15 @@ def test_a_rank_keeps_the_memory_that_it_frees_unless_the_user_says_otherwise(
 ) -> None:
     monkeypatch.setenv("PACELINE_FORK", "0")  # a forkserver of this environment would cost more
     monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", "4096")
-    run("tell", tmp_path, ranks=1)
-    environment = json.loads((tmp_path / "rank-0.json").read_text())["environment"]
-    assert environment["MALLOC_TRIM_THRESHOLD_"] == "4096"
-    assert int(environment["MALLOC_MMAP_THRESHOLD_"]) >= 2**20
+    monkeypatch.delenv("GLIBC_TUNABLES", raising=False)
+    for own in (None, "glibc.malloc.arena_max=2"):
+        if own:
+            monkeypatch.setenv("GLIBC_TUNABLES", own)
+        run("tell", tmp_path, ranks=1)
+        environment = json.loads((tmp_path / "rank-0.json").read_text())["environment"]
+        assert environment["MALLOC_TRIM_THRESHOLD_"] == "4096"
+        assert int(environment["MALLOC_MMAP_THRESHOLD_"]) >= 2**20
+        assert environment["GLIBC_TUNABLES"] == (own or "glibc.malloc.hugetlb=1")
 
 
 def test_a_rank_that_is_an_interpreter_runs_on_its_own_cores_before_torch_could_count_them(

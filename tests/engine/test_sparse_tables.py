@@ -22,13 +22,17 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import paceline
+from paceline.comm import Group
 from paceline.comm.backend import joined
 from paceline.errors import JobError, NonFiniteError, SyncError
+from paceline.planning.plan import Plan
+from paceline.run.build import build_engine
 from paceline.split.layout import hooked_parameters
 from paceline.sync import AllReduce, Replica
 from paceline.sync.rows import numbers_of
 from ranks import Backend, Ranks
 from refusals import raises
+from small_jobs import small_job
 
 ROWS, WIDTH, BATCH = 500, 4, 8
 
@@ -278,6 +282,29 @@ def test_a_fused_update_which_takes_no_rows_is_unfused(ranks: Ranks) -> None:
     for rank in ranks(2, trained, "dp=2 fused=on", "SGD", {}):
         assert rank["sparse"] == TABLES
         assert rank["numbers"] == [pytest.approx(numbers, rel=1e-9) for numbers in expected]
+
+
+def trained_job(args: dict[str, Any], *, sparse: bool = True) -> tuple[list[float], list[bool]]:
+    """Losses of a job with Adagrad, and whether the groups of the tables and of the other parameters are fused."""
+    job = small_job(
+        model={"factory": f"{__name__}:Fields", "args": {"sparse": sparse}},
+        data={"kind": "dataset", "factory": f"{__name__}:data"},
+        optimizer={"name": "Adagrad", "lr": 0.1, "args": args, "groups": [{"match": ["head", "out"], "lr": 0.2}]},
+    )
+    torch.manual_seed(1)
+    samples = job.data.build(input_shape=None, seed=0)
+    with closing(build_engine(job, Plan(), job.model.build(), samples, Group())) as engine:
+        losses = [engine.step(batch).loss for batch in engine.loader]
+        return losses, [bool(group["fused"]) for group in engine.optimizer.param_groups]
+
+
+def test_a_job_fuses_the_groups_without_tables() -> None:
+    found, fused = trained_job({})
+    assert fused == [False, True]
+    for args, sparse in (({"fused": False}, True), ({}, False)):
+        expected, fused = trained_job(args, sparse=sparse)
+        assert fused == [not sparse] * 2
+        assert found == pytest.approx(expected, rel=1e-5)
 
 
 # Torch's way: SparseAdam for the tables, Adam for the rest

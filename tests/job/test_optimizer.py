@@ -86,6 +86,59 @@ def test_fused_is_left_out_where_torch_has_no_fused_step() -> None:
     optimizer.step()
 
 
+@pytest.mark.parametrize("args", [{}, {"fused": True}], ids=["by the plan", "by the job"])
+@pytest.mark.parametrize(
+    "parameter",
+    [torch.randn(4, 8)[:, ::2], torch.randn(4, 1).expand(4, 3)],
+    ids=["gaps", "overlaps"],
+)
+def test_a_group_whose_memory_has_gaps_or_overlaps_is_not_fused(parameter: Tensor, args: dict[str, Any]) -> None:
+    parameters = {"a": nn.Parameter(parameter), "b": nn.Parameter(torch.randn(3, 2).t())}
+    made = spec(name="adamw", args=args, groups=[{"match": "b", "lr": 0.1}]).build(parameters, fused=True)
+    assert [bool(group["fused"]) for group in made.param_groups] == [False, True]
+
+
+def test_a_parameter_with_gaps_is_updated_as_one_without() -> None:
+    start = torch.randn(4, 8)
+    updated = []
+    for tensor in (start.clone()[:, ::2], start[:, ::2].contiguous()):
+        parameter = nn.Parameter(tensor)
+        optimizer = spec(name="adamw", lr=0.1).build([parameter], fused=True)
+        for step in range(3):
+            parameter.grad = torch.full_like(parameter, step + 1.0) * start[:, 1::2]
+            optimizer.step()
+        updated.append(parameter.detach().clone())
+    torch.testing.assert_close(*updated)
+
+
+MOMENTUM_OF_A_GROUP = {"name": "sgd", "lr": 0.1, "groups": [{"match": ["*.bias"], "momentum": 0.9}]}
+
+
+@pytest.mark.parametrize(
+    ("values", "on_cpus", "on_accelerators"),
+    [
+        ({"name": "adam"}, True, True),
+        ({"name": "adamw"}, True, True),
+        ({"name": "Adagrad"}, True, True),
+        ({"name": "sgd"}, False, True),
+        ({"name": "sgd", "momentum": 0.9}, False, False),
+        (MOMENTUM_OF_A_GROUP, False, False),
+        ({"name": "RMSprop"}, False, False),
+        ({"name": "adamw", "state": "int8"}, False, False),
+        ({"name": "adamw", "args": {"fused": False}}, False, False),
+        ({"name": "adamw", "args": {"foreach": True}}, False, False),
+        ({"name": "adamw", "args": {"differentiable": True}}, False, False),
+        ({"name": "adamw", "groups": [{"match": "bias", "foreach": True}]}, False, False),
+    ],
+    ids=str,
+)
+def test_a_job_fuses_where_torchs_fused_step_is_faster(
+    values: dict[str, Any], on_cpus: bool, on_accelerators: bool
+) -> None:
+    found = spec(**values)
+    assert [found.fuses(accelerators=accelerators) for accelerators in (False, True)] == [on_cpus, on_accelerators]
+
+
 class ByHandLARS:
     """Algorithm 1 of the LARS paper, a parameter and a number at a time."""
 

@@ -240,11 +240,15 @@ def test_servers_on_one_host_of_cores_are_priced_as_sums_in_shared_memory() -> N
     assert dp_s("sync=server") < dp_s("sync=server transport=gloo"), "messages through sockets take longer"
 
 
-@pytest.mark.parametrize(("optimizer", "fused"), [("adamw", True), ({"name": "sgd", "momentum": 0.9}, False)])
-def test_predictions_take_the_fused_step_that_a_run_on_gpus_takes(optimizer: object, fused: bool) -> None:
+@pytest.mark.parametrize(
+    ("optimizer", "on_gpus", "on_cpus"),
+    [("adamw", True, True), ("sgd", True, False), ({"name": "sgd", "momentum": 0.9}, False, False)],
+)
+def test_predictions_take_the_fused_step_that_a_run_takes(optimizer: object, on_gpus: bool, on_cpus: bool) -> None:
     job = Job.model_validate(SYNTHETIC.model_dump() | {"optimizer": optimizer})
-    assert layout_of(job, CLUSTER, Plan(dp=4)).fused is fused
-    assert not layout_of(job, Cluster(hosts=(Host(name="a", cores=4, memory_bytes=2**36),)), Plan(dp=4)).fused
+    assert layout_of(job, CLUSTER, Plan(dp=4)).fused is on_gpus
+    cores = Cluster(hosts=(Host(name="a", cores=4, memory_bytes=2**36),))
+    assert layout_of(job, cores, Plan(dp=4)).fused is on_cpus
 
 
 def test_what_was_measured_before_corrects_the_next_prediction_once() -> None:

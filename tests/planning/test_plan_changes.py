@@ -84,10 +84,14 @@ def test_a_loader_process_is_tried_unless_the_job_says_how_many() -> None:
 
 
 def test_the_fused_step_is_tried_only_if_a_run_does_not_take_it_anyway() -> None:
-    for cluster, tried in ((cores(4), True), (gpus(2), False)):
-        assert (
-            "fused=on" in [str(change) for change in plan_changes(job(optimizer="adamw"), cluster, Plan())]
-        ) == tried
+    for optimizer, cluster, tried in (
+        ("adamw", cores(4), False),
+        ("adamw", gpus(2), False),
+        ("sgd", cores(4), True),
+        ("sgd", gpus(2), False),
+    ):
+        changes = [str(change) for change in plan_changes(job(optimizer=optimizer), cluster, Plan())]
+        assert ("fused=on" in changes) == tried
 
 
 def test_one_rank_alone_is_tried_on_one_core() -> None:

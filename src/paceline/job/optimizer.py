@@ -20,7 +20,7 @@ from pydantic import (
 )
 
 from paceline.errors import InvalidValue, JobError
-from paceline.job.parameters import ModelNames, Names, Patterns, matching
+from paceline.job.parameters import ModelNames, Names, Patterns, is_dense, matching
 from paceline.job.quantize import quantized_row_bytes
 from paceline.job.spec import Args, Spec, check_call, load_object, resolve_import_path
 from paceline.text import nearest
@@ -230,19 +230,29 @@ class OptimizerSpec(Spec):
 
     @property
     def has_fused_step(self) -> bool:
-        """Return True if torch has a fused step and `args` select no other implementation."""
-        if self.state is not None:
-            return False
-        return self.name.lower() in FUSED and not {"fused", "foreach"} & self.args.keys()
+        """Return True if torch has a fused step and the job selects no other implementation."""
+        return self.state is None and self.name.lower() in FUSED and not self.selects_step
 
     @property
-    def may_fuse(self) -> bool:
-        """Return True if the fused step supports parameters whose first gradients come in different steps.
+    def selects_step(self) -> bool:
+        """Return True if `args` or a group select an implementation of torch's step."""
+        return any({"fused", "foreach", "differentiable"} & own.keys() for own in self._all_settings)
 
-        torch 2.13's fused SGD with momentum does not.
+    def fuses(self, *, accelerators: bool) -> bool:
+        """Return True if a job takes torch's fused step by default.
+
+        Adam, AdamW and Adagrad fuse on every device. SGD fuses only on accelerators, because its fused step is no
+        faster on CPUs, and only without momentum: torch 2.13's fused step with momentum needs the first gradients of
+        all parameters in the same step.
         """
-        settings = [self.args, *(group.settings for group in self.groups)]
-        return self.name.lower() != "sgd" or not (self.momentum or any(own.get("momentum") for own in settings))
+        if not self.has_fused_step:
+            return False
+        has_momentum = self.momentum or any(own.get("momentum") for own in self._all_settings)
+        return self.name.lower() != "sgd" or (accelerators and not has_momentum)
+
+    @property
+    def _all_settings(self) -> list[dict[str, Any]]:
+        return [self.args, *(group.settings for group in self.groups)]
 
     @property
     def state_tensors(self) -> float:
@@ -299,6 +309,7 @@ class OptimizerSpec(Spec):
             parameters: this rank's parameters by name; the names may be missing if the job has no groups.
             names: names of the whole model's parameters; None if this rank has all parameters.
             fused: whether to use torch's fused step, if torch has one for the device and dtype of these parameters.
+                A group with a parameter whose memory has gaps or overlaps is never fused.
 
         Raises:
             JobError: no parameter is trainable, or the class rejects the arguments.
@@ -322,6 +333,8 @@ class OptimizerSpec(Spec):
         optimizer: torch.optim.Optimizer = _made(self.name, kind, groups, options)
         for group in optimizer.param_groups:
             group[BASE_LR] = group.get("lr", self.lr)
+            if group.get("fused") and not all(is_dense(p) for p in group["params"]):
+                group["fused"] = None
         return optimizer
 
     def groups_of(self, names: Names) -> list[tuple[dict[str, Any], list[str]]]:

@@ -70,6 +70,20 @@ def matching(key: str, patterns: Iterable[str], names: Names, *, what: str = "pa
     return [name for name in names if name in found]
 
 
+def is_dense(tensor: Tensor) -> bool:
+    """Return True if a tensor's memory has no gaps and no overlaps.
+
+    The dimensions may be in any order, e.g. channels-last. torch's fused optimizer steps read memory in order, so they
+    update other parameters wrongly.
+    """
+    expected = 1
+    for stride, size in sorted((stride, n) for n, stride in zip(tensor.shape, tensor.stride(), strict=True) if n > 1):
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
 def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
     """Return the shape of a parameter's matrices, such as the experts in a stack."""
     return (shape[-2], shape[-1]) if len(shape) < 4 else (shape[0], prod(shape[1:]))

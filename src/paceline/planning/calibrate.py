@@ -146,8 +146,8 @@ class Measurements:
         parameters: number of the model's parameters.
         segments: for each segment of the model, in the order of a forward pass, the name of its first module; the first
             name is "".
-        optimizer_s: time of one optimizer step on the whole model while every rank performs one: `plain`, and `fused`
-            if available.
+        optimizer_s: time of one optimizer step on the whole model while every rank performs one: `fused` if available,
+            and `plain` if the steps of `points` are not fused.
         baseline_bytes: memory of a rank's process after it loads torch and the data, but before it builds a model.
         notes: one sentence for each failed measurement.
     """

@@ -294,7 +294,7 @@ class Plan:
 
     def fuses(self, job: Job, *, accelerators: bool) -> bool:
         """Return True if the optimizer's step is fused, by choice or by default."""
-        return self.fused or (accelerators and job.optimizer.may_fuse)
+        return self.fused or job.optimizer.fuses(accelerators=accelerators)
 
     def held_bytes(self, job: Job) -> int:
         """Return the bytes of a number of the weights, gradients and optimizer state."""

@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves, tree_map
 
 from paceline.device import is_device_type
+from paceline.job.parameters import is_dense
 from paceline.planning.model.recorder import written_tensors
 
 Take = Callable[[str, Tensor], object]
@@ -479,13 +480,8 @@ class ConstructionRecorder:
 
     def _is_all(self, tensor: Tensor) -> bool:
         """True if a tensor covers each element of its storage exactly once."""
-        dims = sorted((stride, n) for n, stride in zip(tensor.shape, tensor.stride(), strict=True) if n > 1)
-        expected = 1
-        for stride, n in dims:
-            if stride != expected:
-                return False
-            expected *= n
-        return tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()
+        whole = tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()
+        return whole and is_dense(tensor)
 
 
 class _RecordingMode(TorchDispatchMode):

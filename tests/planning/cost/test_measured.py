@@ -176,6 +176,11 @@ def test_a_fused_update_saves_what_was_measured() -> None:
     assert step_s() - step_s(fused=True) == pytest.approx(5e-4)
 
 
+def test_a_fused_update_saves_nothing_more_if_the_measured_steps_were_fused() -> None:
+    found = replace(FOUND, optimizer_s={"fused": 3e-4})
+    assert step_s(found=found, fused=True) == step_s()
+
+
 def test_the_breakdown_sums_to_the_step_and_the_memory_to_its_whole() -> None:
     for degrees in ({}, {"dp": 2}, {"fsdp": 2}, {"tp": 2}, {"pp": 2, "microbatches": 4, "samples": 4.0}):
         found = predict_layout(layout(**degrees))

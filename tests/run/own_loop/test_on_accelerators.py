@@ -24,7 +24,6 @@ from paceline.comm.backend import join
 from paceline.engine.engine import StepResult
 from paceline.errors import NonFiniteError
 from paceline.job.batch import on_device, pinned, place, split
-from paceline.job.optimizer import OptimizerSpec
 from paceline.planning.plan import Plan
 from paceline.run.build import build_engine
 from paceline.run.trackers import LoopTracker
@@ -255,11 +254,6 @@ def kinds_of_steps(name: str) -> list[bool]:
     state = [kept for held in engine.optimizer.state.values() for kept in held.values() if kept.dim()]
     engine.close()
     return [bool(engine.optimizer.defaults.get("fused")), {kept.device.type for kept in state} == {engine.device.type}]
-
-
-def test_a_group_with_momentum_is_not_fused_by_itself() -> None:
-    group = {"match": ["*.bias"], "momentum": 0.9}
-    assert not OptimizerSpec.model_validate({"name": "sgd", "lr": 0.1, "groups": [group]}).may_fuse
 
 
 @pytest.mark.parametrize(("name", "fused"), [("adamw", True), ("Adagrad", True), ("RMSprop", False), ("sgd", False)])

@@ -144,6 +144,14 @@ def test_an_optimizer_without_a_fused_step_is_named() -> None:
         paceline.setup(**arguments(model=model, optimizer=NotFused(model.parameters()), plan="dp=1 fused=on"))
 
 
+def test_a_parameter_that_the_fused_step_would_update_wrongly_is_named() -> None:
+    model = nn.Linear(FEATURES, CLASSES)
+    model.weight = nn.Parameter(torch.randn(CLASSES, 2 * FEATURES)[:, ::2])
+    optimizer = torch.optim.AdamW(model.parameters())
+    with raises(PlanError, "setup.fused_with_gaps", parameter="weight", shape=[CLASSES, FEATURES]):
+        paceline.setup(**arguments(model=model, optimizer=optimizer, plan="dp=1 fused=on"))
+
+
 def test_a_plan_for_fewer_ranks_than_were_started_says_which_would_do(ranks: Ranks) -> None:
     with raises(RankError, "setup.ranks_differ", how="plain python", plan="dp=1", ranks="1", started="2"):
         ranks(2, losses_of_a_loop, "dp=1")

@@ -13,6 +13,7 @@ from paceline.cluster.discover import discover
 from paceline.cluster.host import Device, Host
 from paceline.errors import ClusterError
 from paceline.job.job import Job
+from paceline.job.optimizer import OptimizerSpec
 from paceline.planning.calibrate import CalibrationPoint, Measurements, PassTiming, cache_file
 from paceline.planning.prediction import estimate
 from paceline.run.tuning import calibrate as module
@@ -103,8 +104,10 @@ def test_gpus_and_machines_elsewhere_are_refused() -> None:
 
 
 @pytest.mark.slow
-def test_ranks_measure_what_a_prediction_needs() -> None:
-    found = calibrate(JOB, axes=("none", "dp"))
+@pytest.mark.parametrize(("optimizer", "updates"), [("sgd", {"plain", "fused"}), ("adamw", {"fused"})])
+def test_ranks_measure_what_a_prediction_needs(optimizer: str, updates: set[str]) -> None:
+    found = calibrate(JOB.model_copy(update={"optimizer": OptimizerSpec(name=optimizer)}), axes=("none", "dp"))
+    assert found.optimizer_s.keys() == updates
     assert found.segments[0] == ""
     assert found.parameters == 784 * 16 + 16 + 16 * 10 + 10
     assert {timing.samples for timing in found.timings} == {2, 4, 8, 16}

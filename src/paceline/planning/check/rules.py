@@ -205,7 +205,7 @@ def _no_fused_step(context: PlanContext) -> PlanProblem | None:
     optimizer = context.job.optimizer
     if not context.plan.fused or optimizer.has_fused_step:
         return None
-    if {"fused", "foreach"} & optimizer.args.keys():
+    if optimizer.selects_step:
         return PlanProblem(
             "plan.other_step_in_job",
             "plan {plan} sets the fused step of the optimizer, but the job's optimizer.args set it to a different "

@@ -192,8 +192,11 @@ def _axes(layout: Layout) -> list[str]:
 
 
 def _fused_gain_s(layout: Layout, found: Calibration) -> float:
-    """Return the time that the fused update saves on one rank, in seconds."""
-    if not layout.fused or "fused" not in found.optimizer_s:
+    """Return the seconds that a fused update saves on one rank.
+
+    The result is 0 if the updates of the calibration points were fused.
+    """
+    if not layout.fused or not {"plain", "fused"} <= found.optimizer_s.keys():
         return 0.0
     return (found.optimizer_s["plain"] - found.optimizer_s["fused"]) / (layout.fsdp * layout.tp * layout.pp)
 

@@ -21,6 +21,7 @@ from paceline.errors import DataError, JobError, PlanError
 from paceline.job.job import Precision
 from paceline.job.loss import Loss
 from paceline.job.loss_items import ModelsOwn, hands_on_models_loss
+from paceline.job.parameters import is_dense
 from paceline.job.zoo.muon import Muon
 from paceline.job.zoo.optimizers import Layerwise
 from paceline.planning.arguments import AnyPlan, plan_or_auto
@@ -135,7 +136,7 @@ def setup(
     _check_loss_scale(chosen, settings)
     refuse_model_of_another_engine(module, group)
     for one in optimizers if chosen.fused else ():
-        _fuse(one)
+        _fuse(one, module)
     mesh = Mesh.of(chosen, group)
     dealt = None if loader is None else deal(loader, mesh.group(*DATA_AXES), group, seed)
     extra = _outside(module, optimizers, loss)
@@ -455,12 +456,23 @@ def _hand_over(optimizer: torch.optim.Optimizer, names: dict[Tensor, str], divid
                 }
 
 
-def _fuse(optimizer: torch.optim.Optimizer) -> None:
+def _fuse(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
     if "fused" not in optimizer.defaults:
         raise PlanError(
             "setup.not_fused",
             "fused=on: torch has no fused step for {class_name}. Leave fused out.",
             class_name=type(optimizer).__name__,
         )
+    names = {parameter: name for name, parameter in model.named_parameters()}
     for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.requires_grad and not is_dense(parameter):
+                raise PlanError(
+                    "setup.fused_with_gaps",
+                    "fused=on: torch's fused step would update {parameter} of shape {shape} wrongly, because its "
+                    "memory has gaps or overlaps. Create it with nn.Parameter(tensor.contiguous()), or leave fused "
+                    "out.",
+                    parameter=names.get(parameter, "a parameter"),
+                    shape=list(parameter.shape),
+                )
         group["fused"], group["foreach"] = True, False
