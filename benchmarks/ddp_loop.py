@@ -79,7 +79,7 @@ def main() -> None:
     model: nn.Module = {"cifar_cnn": cifar_cnn, "wide": wide}[saved["model"]]()
     model.load_state_dict(saved.pop("weights"))
     model = DistributedDataParallel(model, gradient_as_bucket_view="--bucket-view" in sys.argv)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.0, fused="--fused" in sys.argv or None)
     answer(steps(model, optimizer, loader, sampler), batches(loader, sampler))
     dist.destroy_process_group()
 

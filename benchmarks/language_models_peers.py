@@ -79,7 +79,7 @@ def _with_trl(task: Task) -> tuple[list[float], list[float]]:
         per_device_train_batch_size=task.batch,
         learning_rate=task.lr,
         lr_scheduler_type="constant",
-        optim="adamw_torch",
+        optim="adamw_torch_fused",
         max_grad_norm=1.0,
         max_length=task.context,
         assistant_only_loss=True,
@@ -115,7 +115,7 @@ def _with_a_loop(task: Task) -> tuple[list[float], list[float]]:
         _first_adapters(model, task)
     model.train()
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=task.lr, weight_decay=0.0)
+    optimizer = torch.optim.AdamW(trained, lr=task.lr, weight_decay=0.0, fused=True)
     samples = torch.load(task.samples, weights_only=True)
     losses, ends = [], []
     for step in range(task.steps):

@@ -6,11 +6,11 @@
 ddp_loop.py, a script as people write it.
 
 Figures; step times are compared:
-- `ratio_to_ddp_same_layout`: DDP / paceline, both in the default layout and with the memory-allocator settings of
-  paceline's launcher.
-- `ratio_to_ddp_as_run_same_layout`: the same, DDP with the allocator as torchrun leaves it.
+- `ratio_to_ddp_same_layout`: DDP / paceline, both in the default layout, with the memory-allocator settings of
+  paceline's launcher and a fused optimizer step.
+- `ratio_to_ddp_as_run_same_layout`: the same, DDP as written, with the allocator as torchrun leaves it.
 - `ratio_to_ddp`: DDP as written and as run / paceline with the settings that it chooses itself.
-- `ratio_to_ddp_equal_allocator`: the same, DDP with those allocator settings.
+- `ratio_to_ddp_equal_allocator`: the same, DDP with those allocator settings and a fused step.
 - `share_of_no_communication_limit`: two ranks that train alone, side by side and with the same settings / paceline; the
   smaller one of both layouts.
 - `memory_ratio_to_ddp`: memory of a rank after 60 steps (proportional set size: shared pages count by their share),
@@ -61,7 +61,7 @@ TRANSPORT = "shm"
 BLOCK_STEPS, BLOCKS, STARTS, PROOF_STEPS, EPOCHS = 20, 12, 4, 40, 8
 MEMORY_STARTS, MEMORY_STEPS, MEMORY_STEPS_LARGE = 3, 60, 8
 AS_RUN = dict.fromkeys(ALLOCATOR)  # not set
-DDP, DDP_EQUAL = "DDP", "DDP, same allocator"
+DDP, DDP_EQUAL = "DDP", "DDP, same settings"
 OURS, LIMIT = "paceline, same layout", "no communication, same layout"
 OURS_TUNED, LIMIT_TUNED = "paceline, own settings", "no communication, own settings"
 Times = dict[str, list[float]]  # seconds a step of every block; the i-th blocks are neighbours in time
@@ -201,7 +201,7 @@ def all_sides(work: Work, tuned: Plan) -> dict[str, Ranks]:
     """Every way to train, not started yet."""
     return {
         DDP: work.ddp(allocator=AS_RUN),
-        DDP_EQUAL: work.ddp(allocator=ALLOCATOR),
+        DDP_EQUAL: work.ddp("--fused", allocator=ALLOCATOR),
         OURS: work.paceline(SAME_LAYOUT),
         OURS_TUNED: work.paceline(tuned),
         LIMIT: work.paceline(replace(SAME_LAYOUT, dp=1)),

@@ -119,6 +119,43 @@ def test_an_engine_goes_on_from_a_checkpoint_as_if_nothing_had_happened(tmp_path
     assert_same_bits(everything(second), everything(first))
 
 
+def channels_last_engine(*, steps: int = 0) -> RankEngine:
+    """An engine of a convolution, with a fused Adagrad that has taken steps of its own before."""
+    torch.manual_seed(5)
+    image, filters = (2, 4, 4), nn.Conv2d(2, 3, 3)
+    model = nn.Sequential(
+        nn.Linear(FEATURES, 32), nn.Unflatten(1, image), filters, nn.Flatten(), nn.Linear(12, CLASSES)
+    )
+    optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1, fused=True)
+    for step in range(steps):
+        for p in model.parameters():
+            p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(step))
+        optimizer.step()
+    loader = DataLoader(Points(), batch_size=8, shuffle=True)
+    return paceline.setup(
+        model, optimizer, loss=F.cross_entropy, loader=loader, plan="memory_format=channels_last fused=on"
+    )
+
+
+def test_a_fused_optimizer_of_channels_last_weights_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
+    first = channels_last_engine()
+    train(first, 3)
+    save(first, tmp_path)
+    expected = train(first, 6)
+    second = channels_last_engine()
+    restore(second, loaded(tmp_path))
+    assert train(second, 6) == expected
+
+
+def test_state_from_before_setup_belongs_to_the_same_weights_in_channels_last() -> None:
+    engine = channels_last_engine(steps=2)
+    found = train(engine, 6)
+    engine = channels_last_engine(steps=2)
+    [group] = engine.optimizer.param_groups
+    group["fused"] = False
+    assert found == pytest.approx(train(engine, 6), rel=1e-5)
+
+
 def test_changed_hyper_parameters_come_back_with_the_state(tmp_path: Path) -> None:
     first = engine_of()
     first.optimizer.param_groups[0]["lr"] = 0.125

@@ -17,6 +17,7 @@ from paceline.errors import JobError, PlanError
 from paceline.planning.limits import whole_batch_in_parts
 from paceline.planning.plan import Plan
 from paceline.planning.sync_info import sync_info
+from paceline.state.rank_state import in_order_of
 from paceline.sync.batchnorm import has_batch_norm, synchronise
 
 if TYPE_CHECKING:
@@ -33,7 +34,8 @@ def made_ready(engine: RankEngine, model: nn.Module, plan: Plan) -> nn.Module:
         engine.rows = keep_rows(engine, model, plan)
         model = prepared(model, settings.batch_norm, engine.precision, engine.group, engine.rows)
         model.to(engine.device)
-    for optimizer in getattr(engine.optimizer, "optimizers", [engine.optimizer]):
+    optimizers = getattr(engine.optimizer, "optimizers", [engine.optimizer])
+    for optimizer in optimizers:
         _move_state(optimizer)
     refuse_sparse_adam(engine, plan)
     for outside in engine.extra.values():
@@ -41,6 +43,8 @@ def made_ready(engine: RankEngine, model: nn.Module, plan: Plan) -> nn.Module:
         outside.data = outside.data.to(engine.device, wide)
     if plan.memory_format == "channels_last":
         to_channels_last(model)
+        for optimizer in optimizers:
+            _reorder_state(optimizer)
     if settings.batch_norm == "sync" and has_batch_norm(model):
         engine.loader.fill_every_rank("batch_norm: sync")
     if getattr(engine.loss, "whole_batch", False):
@@ -60,6 +64,14 @@ def _move_state(optimizer: torch.optim.Optimizer) -> None:
             # `load_state_dict` knows which state tensors belong on the device
             optimizer.load_state_dict(optimizer.state_dict())
             return
+
+
+def _reorder_state(optimizer: Optimizer) -> None:
+    """Give existing optimizer state the strides of its parameters."""
+    for parameter, state in optimizer.state.items():
+        for key, kept in state.items():
+            if isinstance(kept, Tensor) and kept.shape == parameter.shape and kept.stride() != parameter.stride():
+                state[key] = in_order_of(parameter, kept)
 
 
 def prepared(

@@ -136,12 +136,13 @@ def run_dry(job: Job, plan: Plan, say: Callable[[str], object] = str) -> DryRun:
     refuse(job, plan, cluster)
     found = DryRun(plan)
     data = with_few(job.data.build(input_shape=job.model.input_shape(), seed=job.seed), job.global_batch)
-    dry_plan = for_dry_run(job, plan, found.notes, accelerators=cluster.has_accelerators)
+    dry_plan = for_dry_run(job, plan, found.notes)
     job = with_data_at_hand(job)
     with kept_random():
         for stage in range(plan.pp):
             say(f"trying a step of stage {stage + 1} of {plan.pp}" if plan.pp > 1 else "trying a step")
-            found.stages.append(dry_run_stage(job, dry_plan, data, stage))
+            one = dry_run_stage(job, dry_plan, data, stage, accelerators=cluster.has_accelerators)
+            found.stages.append(one)
     found.seconds = time.monotonic() - started
     found.memory_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux reports KiB
     return found
@@ -161,8 +162,8 @@ def _cluster_for(plan: Plan) -> Cluster:
     return Cluster(name=f"a cluster of {plan.ranks} devices", hosts=tuple(hosts))
 
 
-def for_dry_run(job: Job, plan: Plan, notes: list[str], *, accelerators: bool) -> Plan:
-    """Set a run's defaults in the plan, and remove what a dry run cannot do.
+def for_dry_run(job: Job, plan: Plan, notes: list[str]) -> Plan:
+    """Set the cuts of a pipeline in the plan, and remove what a dry run cannot do.
 
     Args:
         notes: list to which a note on each removal is added.
@@ -183,7 +184,7 @@ def for_dry_run(job: Job, plan: Plan, notes: list[str], *, accelerators: bool) -
             notes.append("stages are cut evenly by the number of blocks; a run measures the blocks and cuts by that")
             cut = ",".join(blocks[round(len(blocks) * i / stages)] for i in range(1, stages))
             plan = replace(plan, cut=cut)
-    return replace(plan, compile="off", threads=0, fused=plan.fuses(job, accelerators=accelerators))
+    return replace(plan, compile="off", threads=0)
 
 
 def with_data_at_hand(job: Job) -> Job:
@@ -195,8 +196,11 @@ def with_data_at_hand(job: Job) -> Job:
     return job.model_copy(update={"partition": partition, "data": data})
 
 
-def dry_run_stage(job: Job, plan: Plan, data: DataSets, stage: int) -> StageDryRun:
+def dry_run_stage(job: Job, plan: Plan, data: DataSets, stage: int, *, accelerators: bool = False) -> StageDryRun:
     """Dry-run the first rank of a pipeline stage, under a plan from `for_dry_run`.
+
+    Args:
+        accelerators: whether the optimizer's step is that of a run on accelerators.
 
     Raises:
         PlanError: the plan cannot divide the model.
@@ -220,7 +224,8 @@ def dry_run_stage(job: Job, plan: Plan, data: DataSets, stage: int) -> StageDryR
             split.allocate(DeferredModel(recorded.model, None, _nothing))
             route_evenly(_own(experts, split.modules), mesh.group("ep"), watch)
             refuse_cut_moments(job.optimizer, split.parts, split.parameters, plan)
-            optimizer = job.optimizer.build(split.parameters, names=names, fused=plan.fused)
+            fused = plan.fuses(job, accelerators=accelerators)
+            optimizer = job.optimizer.build(split.parameters, names=names, fused=fused)
             equal = not sync_info(plan.sync).local_steps
             share_updates(optimizer, mesh, split.parameters, split.parts, identical_replicas=equal)
             engine = RankEngine(split.model, optimizer, loss, loader, plan, world, settings, split)

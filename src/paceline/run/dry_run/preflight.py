@@ -120,7 +120,7 @@ class Preflight:
 
     def _divided(self, plan: Plan) -> list[Problem]:
         job = with_data_at_hand(self.job)
-        dry_plan = for_dry_run(job, plan, [], accelerators=False)
+        dry_plan = for_dry_run(job, plan, [])
         # without the cuts of the dry run: blocks of a small model are measured quickly
         as_it_is = replace(dry_plan, cut=plan.cut)
         if dry_plan.cut != plan.cut and sum(shape.numel for shape in model_info(job.model).parameters) > _SMALL:
