@@ -9,7 +9,7 @@ Figures:
   layer, of `parallelize_module` with `ColwiseParallel` and `RowwiseParallel`, and of `PipelineStage` with
   `Schedule1F1B`, for a Llama of 4 layers on 2 ranks, over the same transport; `worst_ratio_to_torch` is the largest.
   Less than 1: ours is faster. Our step includes what a run needs (the norm of the gradient, agreement on loss and
-  votes, timing); the hand-written one is forward, backward and AdamW alone.
+  votes, timing); the hand-written one is forward, backward and fused AdamW alone.
 - `balanced_ratio`: the step time of a pipeline cut by the number of blocks / cut by measured cost, for a model whose
   first blocks are wider; `balanced_ratio_predicted`: what the time of each block, measured alone, predicts for the
   passes of a step.
@@ -44,7 +44,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
-from torch.distributed.tensor import Replicate
+from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from measure import environment_line, parser_of, print_figures
@@ -264,7 +264,7 @@ def torch_fsdp(folder: Path, group: Group) -> Step:
     for layer in model.model.layers:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.0, fused=True)
 
     def step(number: int) -> float:
         tokens, target = batches(number)
@@ -294,8 +294,11 @@ def torch_tp(folder: Path, group: Group) -> Step:
         "lm_head": ColwiseParallel(output_layouts=Replicate()),
     }
     parallelize_module(model, mesh, ends)
-    # tensors and DTensors do not mix
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.0, foreach=False)
+    # a fused step supports either tensors or DTensors
+    split = [p for p in model.parameters() if isinstance(p, DTensor)]
+    whole = [p for p in model.parameters() if not isinstance(p, DTensor)]
+    groups = [{"params": split}, {"params": whole}]
+    optimizer = torch.optim.AdamW(groups, lr=LR, weight_decay=0.0, fused=True)
 
     def step(number: int) -> float:
         tokens, target = batches(number)
@@ -333,7 +336,7 @@ def torch_pp(folder: Path, group: Group) -> Step:
     model, batches = _by_hand(folder)
     stage = PipelineStage(Half(model, group.rank), group.rank, group.size, torch.device("cpu"))
     schedule = Schedule1F1B(stage, MICROBATCHES, loss_fn=_loss)
-    optimizer = torch.optim.AdamW(stage.submod.parameters(), lr=LR, weight_decay=0.0)
+    optimizer = torch.optim.AdamW(stage.submod.parameters(), lr=LR, weight_decay=0.0, fused=True)
 
     def step(number: int) -> float:
         tokens, target = batches(number)

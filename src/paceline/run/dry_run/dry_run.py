@@ -163,7 +163,7 @@ def _cluster_for(plan: Plan) -> Cluster:
 
 
 def for_dry_run(job: Job, plan: Plan, notes: list[str]) -> Plan:
-    """Set the cuts of a pipeline in the plan, and remove what a dry run cannot do.
+    """Set pipeline cuts in the plan, and remove what a dry run cannot do.
 
     Args:
         notes: list to which a note on each removal is added.
