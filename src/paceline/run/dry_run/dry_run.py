@@ -167,7 +167,6 @@ def for_dry_run(job: Job, plan: Plan, notes: list[str]) -> Plan:
 
     Args:
         notes: list to which a note on each removal is added.
-        accelerators: True if the run's ranks compute on accelerators.
     """
     if plan.compile != "off":
         notes.append(f"compile={plan.compile} is left out of the dry run: blocks run as they are written")
