@@ -112,6 +112,25 @@ def test_rows_that_an_embedding_shortens_are_shortened_on_every_rank(ranks: Rank
     assert_as_one(ranks(2, trained, "dp=2 microbatches=2", short, backend="shm"), trained("dp=1", short))
 
 
+def losses_with_gaps(plan: str) -> list[float]:
+    """Losses of a classifier in float32 whose weights are every second column of a table."""
+    torch.manual_seed(1)
+    model = nn.Linear(WIDTH, CLASSES)
+    model.weight = nn.Parameter(torch.randn(CLASSES, 2 * WIDTH)[:, ::2])
+    data = TensorDataset(torch.randn(32, WIDTH), torch.randint(0, CLASSES, (32,)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    engine = paceline.setup(model, optimizer, loss=F.cross_entropy, loader=DataLoader(data, batch_size=8), plan=plan)
+    try:
+        return [engine.step(batch).loss for batch in engine.loader]
+    finally:
+        engine.close()
+
+
+def test_replicas_are_compared_if_a_parameters_memory_has_gaps(ranks: Ranks) -> None:
+    for losses in ranks(2, losses_with_gaps, "dp=2", backend="shm"):
+        assert losses == pytest.approx(losses_with_gaps("dp=1"), rel=1e-5)
+
+
 def exported(plan: str, folder: str) -> dict[str, dict[str, Tensor]]:
     """What `export` wrote after training and after an evaluation, and what the rank holds in the end."""
     torch.manual_seed(1)

@@ -277,7 +277,7 @@ def _words(tensor: Tensor) -> Tensor:
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)
     dense = tensor.is_contiguous() or (tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last))
-    flat = tensor.as_strided((tensor.numel(),), (1,)) if dense else tensor.reshape(-1)
+    flat = tensor.as_strided((tensor.numel(),), (1,)) if dense else tensor.reshape(-1).contiguous()
     size = flat.element_size()
     if flat.nbytes % 8 == 0 and flat.storage_offset() * size % 8 == 0:
         return flat.view(torch.int64)
