@@ -405,6 +405,26 @@ def lost_a_peer(error: BaseException) -> bool:
     return isinstance(error, RuntimeError | ConnectionError) and any(text in str(error) for text in _LOST_PEER)
 
 
+# Texts of CUDA, ROCm and NVML errors, by what has failed. Other errors of a device are errors of a kernel.
+_DEVICE_FAULTS = {
+    "lost": ("fallen off the bus", "device is lost", "GPU is lost", "no CUDA-capable device", "busy or unavailable"),
+    "memory": ("uncorrectable ECC", "uncorrectable NVLink", "hardware stack error", "hardware error"),
+}
+
+
+def device_fault(error: BaseException) -> str | None:
+    """Classify a failure of an accelerator that its driver reports; None for any other error.
+
+    `lost` means that the device no longer answers, `memory` that its memory or a link has an uncorrectable error. Both
+    are failures of hardware. `kernel` means that a kernel has failed, for example by an illegal memory access; every
+    later call of this process on the device fails as well.
+    """
+    if not any(kind.__name__ == "AcceleratorError" for kind in type(error).__mro__):
+        return None
+    text = str(error)
+    return next((fault for fault, texts in _DEVICE_FAULTS.items() if any(part in text for part in texts)), "kernel")
+
+
 class ServerRefused(PacelineError):
     """A parameter server refused a request.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import timedelta
 from itertools import count
@@ -24,6 +24,7 @@ import paceline.comm.tcp  # noqa: F401
 from paceline.cluster.launch_engines import is_rank
 from paceline.cluster.machine import host_identity, own_interface
 from paceline.comm.group import Group
+from paceline.comm.interruption import Interruption
 from paceline.comm.process_group import LAST_WORD_S, abort_all
 from paceline.comm.process_group import register as register_transport
 from paceline.comm.rendezvous import close_stores, drop_torchs_port, register, rendezvous_store, tell_all, torchs_store
@@ -32,7 +33,7 @@ from paceline.device import default_backend, is_accelerator, use
 from paceline.errors import report_failure
 from paceline.planning.sync_info import BETWEEN_HOSTS
 from paceline.rank_environment import LOCAL_RANK, RankEnvironment
-from paceline.wire.status import Generation, ends_generation
+from paceline.wire.status import Generation, ends_generation, interrupted
 
 _joins = count()  # by this process so far
 _joined_by = [0]  # the process of the last join
@@ -57,6 +58,11 @@ def joined(
         if not over:
             report_failure(error)  # first, because the other ranks may be gone and later calls may be slow
         abort_all(0.0 if over else LAST_WORD_S)
+        if group.interruption is not None:
+            with suppress(RuntimeError):  # the device may be lost
+                group.interruption.abort()
+            if over:  # undefined results may have caused an error of any type
+                raise interrupted() from error
         raise
     finally:
         leave(group)
@@ -90,9 +96,12 @@ def join(*, deadline_s: float = 300.0, transport: str = "auto", generation: Gene
         rank, size = environment.rank, environment.world_size
         number = next(_joins) if generation is None else generation.number
         store, (backend, note) = _met(environment, device, transport, deadline_s, number)
+        interruption = None
         if not is_accelerator(device):
             register_transport(backend)
             _keep_gloo_to_the_interface()
+        elif generation is not None:
+            interruption = Interruption(device)
         try:
             dist.init_process_group(
                 backend,
@@ -103,18 +112,31 @@ def join(*, deadline_s: float = 300.0, transport: str = "auto", generation: Gene
                 device_id=device if is_accelerator(device) else None,
                 pg_options=SEVERAL_HOSTS if transport == "auto" and backend == BETWEEN_HOSTS else None,
             )
-            return _group(store, deadline_s, device, note)
+            return _group(store, deadline_s, device, note, interruption)
         except BaseException as error:
-            if ends_generation(error):
+            over = ends_generation(error)
+            if interruption is not None:
+                with suppress(RuntimeError):
+                    interruption.abort()
+                interruption.end()
+            if over:
                 _drop()
+                raise interrupted() from error
             raise
     return _group(store, deadline_s, device, note)
 
 
-def _group(store: Store | None, deadline_s: float, device: torch.device, note: str | None) -> Group:
+def _group(
+    store: Store | None,
+    deadline_s: float,
+    device: torch.device,
+    note: str | None,
+    interruption: Interruption | None = None,
+) -> Group:
     group = Group(
         dist.get_rank(), dist.get_world_size(), dist.group.WORLD, store, deadline_s, device=device, transport_note=note
     )
+    group.interruption = interruption
     register(store, group.rank)
     group.hosts = _hosts(group)
     return group
@@ -146,6 +168,8 @@ def _drop() -> None:
 def leave(group: Group) -> None:
     """End the process group of `join`; in a process forked since then, do nothing."""
     if group.store is not None and not _is_fork():
+        if group.interruption is not None:
+            group.interruption.end()
         # A remaining reference to the process group keeps its threads alive. A thread that drops a tensor while Python
         # ends aborts the process.
         group.close()

@@ -20,11 +20,12 @@ from paceline.comm.rendezvous import missing_ranks, register
 from paceline.comm.transport import make_process_group
 from paceline.device import on_accelerator
 from paceline.errors import LoaderProcessError, SyncError, lost_a_peer
-from paceline.wire.status import GenerationOver, ends_generation
+from paceline.wire.status import GenerationOver, ends_generation, refuse_aborted
 
 if TYPE_CHECKING:
     from paceline.comm.allreduce import Algorithm
     from paceline.comm.comm_thread import Task
+    from paceline.comm.interruption import Interruption
     from paceline.comm.links import GroupLinks
 
 Op = Literal["sum", "mean", "max"]
@@ -58,6 +59,8 @@ class Group:
         links: measured speeds of the links between the hosts, if available; equal on all ranks.
         transport_note: reason why a faster transport was not used, or a note that the transport does not encrypt; else
             None.
+        interruption: thread that ends waits on an accelerator when the generation is over; None if waits end by
+            themselves.
     """
 
     rank: int = 0
@@ -70,6 +73,7 @@ class Group:
     transport_note: str | None = None
     links: GroupLinks | None = None
     counts: Counts = field(default_factory=Counts)
+    interruption: Interruption | None = None
     _host: Group | None = None
     _failures: int = 0
 
@@ -156,6 +160,22 @@ class Group:
         Every rank must call this method. Call `close` on the copy at the end.
         """
         return self.subgroup(range(self.size))
+
+    def for_host_memory(self) -> Group:
+        """Create a group of the same ranks for tensors in the hosts' memory, even if the ranks have accelerators.
+
+        Every rank must call this method. Call `close` on the group at the end.
+        """
+        if self.device.type == "cpu" or self.backend is None:
+            return self.copy()
+        ranks, cpu = range(self.size), torch.device("cpu")
+        made = Group(self.rank, self.size, deadline_s=self.deadline_s, hosts=self.hosts, device=cpu)
+        with self._named("the start of a group for the hosts' memory"):
+            made.backend, made.store = make_process_group(
+                self.backend, ranks, self.deadline_s, share_memory=False, spread=self.spans_hosts, host_memory=True
+            )
+            register(made.store, made.rank)
+        return made
 
     def close(self) -> None:
         """Close a group from `subgroup` or `copy`.
@@ -327,13 +347,18 @@ class Group:
         lengths = torch.zeros(self.size, dtype=torch.int64, device=self.device)
         lengths[self.rank] = len(data)
         self.all_reduce(lengths)
-        return [json.loads(bytes(part.cpu().tolist())) for part in self.gather_rows(data, lengths.tolist())]
+        counts = lengths.tolist()
+        refuse_aborted()
+        parts = [bytes(part.cpu().tolist()) for part in self.gather_rows(data, counts)]
+        refuse_aborted()
+        return [json.loads(part) for part in parts]
 
     def barrier(self) -> None:
         """Wait until every rank has called this method."""
         arrived = torch.zeros(1, device=self.device)
         self.all_reduce(arrived)
         arrived.item()  # on accelerators, only a read of the result waits for the sum
+        refuse_aborted()
 
     # Messages
 

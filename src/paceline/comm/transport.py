@@ -118,7 +118,13 @@ _made: WeakKeyDictionary[dist.ProcessGroup, Counter[str]] = WeakKeyDictionary()
 
 
 def make_process_group(
-    parent: dist.ProcessGroup, ranks: Sequence[int], deadline_s: float, *, share_memory: bool, spread: bool
+    parent: dist.ProcessGroup,
+    ranks: Sequence[int],
+    deadline_s: float,
+    *,
+    share_memory: bool,
+    spread: bool,
+    host_memory: bool = False,
 ) -> tuple[dist.ProcessGroup, Store]:
     """Create a process group of some ranks of `parent`, and its store.
 
@@ -134,6 +140,7 @@ def make_process_group(
         share_memory: True if the ranks are on one host and use shared memory if possible; otherwise, the group uses the
             parent's backend.
         spread: True if the ranks are known to be on several hosts.
+        host_memory: True for a group of ranks on accelerators that sends tensors in the hosts' memory.
     """
     everyone = dist.get_process_group_ranks(parent)
     members = [everyone[r] for r in ranks]
@@ -146,9 +153,9 @@ def make_process_group(
     )
     store = PrefixStore(name, distributed_c10d._get_default_store())
     backend = dist.get_backend(parent)
-    if share_memory:
+    if share_memory or host_memory:
         found, _ = choose(store, own_rank, len(members), "auto", deadline_s)
-        if TRANSPORTS[found].one_host:
+        if host_memory or TRANSPORTS[found].one_host:
             register(found)
             backend = dist.Backend(found)
     with _not_split_from_the_default_group():

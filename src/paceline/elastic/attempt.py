@@ -125,8 +125,7 @@ class Attempt:
                     "the forkserver of the ranks (pid {pid}) was killed, so the ranks were stopped.",
                     pid=forkserver.pid,
                 )
-            counted = [ranks[number] for number in losses.counted]
-            if any(rank.code or (rank.code is None and rank.record.exists()) for rank in counted):
+            if any(map(self._has_failed, losses.counted)):
                 ranks.note_ends_for(setting.collect_s)
                 return self._failed()
             if not losses.replaces and ranks.signals.first and (held := self._held()):
@@ -134,6 +133,13 @@ class Attempt:
             if (hung := self._hung()) and not losses.end(hung):
                 return self._hang(hung)
         return None
+
+    def _has_failed(self, number: int) -> bool:
+        rank, ranks = self.ranks[number], self.ranks
+        if rank.code is not None:
+            return rank.code != 0
+        # a rank that has lost its device ends soon, and is then replaced
+        return rank.record.exists() and not (self.losses.replaces and ranks.lost_its_device(number))
 
     def _failed(self) -> LaunchError:
         ranks, before = self.ranks, self.ranks.ends()

@@ -19,7 +19,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Self
 
-from paceline.errors import LaunchError, PacelineError, lost_a_peer
+from paceline.errors import LaunchError, PacelineError, device_fault, lost_a_peer
 from paceline.files import write_traceback
 from paceline.rank_environment import HostEntry
 from paceline.text import printable
@@ -49,7 +49,8 @@ class ErrorRecord:
     `time` is in seconds since the epoch. `secondary` is true if the rank only lost a peer, so that another rank is the
     cause. `explained` is true for a PacelineError, which needs no traceback unless it comes from the user's own code.
     `may_pass` is true if the cause lies outside the program, such as a disk or a killed process, and another attempt
-    may succeed.
+    may succeed. `device` is `lost` or `memory` if the hardware of the rank's accelerator has failed (see
+    `device_fault`), which counts as the loss of the rank; otherwise it is empty.
     """
 
     rank: int
@@ -64,6 +65,7 @@ class ErrorRecord:
     may_pass: bool = False
     code: str = "launch.rank_raised"  # code of a PacelineError; `fields` has its fields
     fields: dict[str, Any] = field(default_factory=dict)
+    device: str = ""
 
     @classmethod
     def of(cls, error: BaseException, rank: int) -> ErrorRecord:
@@ -91,6 +93,7 @@ class ErrorRecord:
             _only_lost_a_peer(error),
             explained,
             _may_pass(error),
+            device=_failed_hardware(error),
             **told,
         )
 
@@ -273,6 +276,13 @@ def killed(end: RankEnd, oom_kills: int | None, *, serves: bool = False) -> str:
     return f"{_killed(end, serves=serves)}{_reason(-end.code, oom_kills) if oom_kills else ''}"
 
 
+def lost_device(end: RankEnd) -> str:
+    """Describe a rank whose accelerator has failed."""
+    assert end.record is not None
+    what = "lost its device" if end.record.device == "lost" else "found an uncorrectable error of its device"
+    return f"{_who(end)} {what} in {_where(end.status)}: {end.record.message.splitlines()[0]}"
+
+
 def _killed(end: RankEnd, *, serves: bool = False) -> str:
     assert end.code is not None
     who, how = _who(end), f"was killed by {_signal_name(-end.code)}"
@@ -357,6 +367,14 @@ def _may_pass(error: BaseException | None) -> bool:
     if isinstance(error, RuntimeError) and "DataLoader worker" in str(error):
         return True
     return _may_pass(error.__cause__ or (None if error.__suppress_context__ else error.__context__))
+
+
+def _failed_hardware(error: BaseException | None) -> str:
+    """Return the kind of a device's hardware fault that caused the error; "" for any other error."""
+    if error is None:
+        return ""
+    fault = device_fault(error)
+    return fault if fault in ("lost", "memory") else _failed_hardware(error.__cause__)
 
 
 def _only_lost_a_peer(error: BaseException | None) -> bool:

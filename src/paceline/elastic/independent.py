@@ -341,7 +341,7 @@ class Independent(Losses):
 
     def _is_lost(self, number: int) -> bool:
         # a rank that is away is lost together with its host
-        return self.ranks.was_killed(number) and not self.ranks.is_away(number)
+        return self.ranks.was_lost(number) and not self.ranks.is_away(number)
 
     @property
     def _firsts(self) -> range:

@@ -216,7 +216,8 @@ def on_one_host(places: Sequence[RankPlace]) -> bool:
 
 RECOVERY = "PACELINE_RECOVERY"  # with the value off, the loss of any rank stops all ranks
 # for messages: condition for a plan to recover in place
-NEEDS = "CPUs, dp of at least 2 or copies in memory, and no division under a rule with local steps"
+NEEDS = "dp of at least 2 or copies in memory, no division under a rule with local steps and, on accelerators, \
+uncompressed all-reduces"
 
 
 def recovery_is_on() -> bool:
@@ -238,9 +239,10 @@ def recovers_in_place(job: Job, plan: Plan, cluster: Cluster) -> bool:
 
     There are three conditions. First, the state of a lost rank must exist elsewhere. For this, the plan needs either
     one replica whose parts are copied to other ranks, or several replicas. Several replicas must be equal after every
-    step, or be undivided and use one of paceline's sync rules. Second, the run must use paceline's transports, because
-    waits in torch's transports cannot be interrupted. Third, the samples must be divisible among any number of
-    replicas.
+    step, or be undivided and use one of paceline's sync rules. Second, waits for other ranks must end when a rank is
+    lost: in paceline's transports, or on accelerators, where the collectives are aborted. A rule with a state of its
+    own could be left with undefined results of aborted collectives, so it restarts. Third, the samples must be
+    divisible among any number of replicas.
 
     Raises:
         LaunchError: `PACELINE_RECOVERY` is neither on nor off.
@@ -251,7 +253,10 @@ def recovers_in_place(job: Job, plan: Plan, cluster: Cluster) -> bool:
     alike = not sync.info.local_steps or (sync.name in RULES.built_in and not plan.splits)
     replicas = (plan.dp > 1 or is_mirrored(plan)) and alike
     dealt = job.partition.weights is None and job.partition.kind != "hierarchical"
-    return replicas and dealt and plan.transport in ("auto", "shm", "tcp") and cluster.kind == CPU
+    if cluster.kind == CPU:
+        return replicas and dealt and plan.transport in ("auto", "shm", "tcp")
+    exact = sync.name == "allreduce" and plan.compress == "none"
+    return replicas and dealt and exact and plan.transport == "auto"
 
 
 def is_mirrored(plan: Plan) -> bool:

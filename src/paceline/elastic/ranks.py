@@ -200,10 +200,17 @@ class Ranks:
         rank = self[number]
         return isinstance(rank, RemoteRank) and rank.link.lost is not None
 
-    def was_killed(self, number: int) -> bool:
-        """Return True if a signal ended the rank, and the rank recorded no error."""
+    def was_lost(self, number: int) -> bool:
+        """Return True if the rank has ended by a signal without an error record, or because its device has failed."""
         rank = self[number]
-        return rank.code is not None and rank.code < 0 and not rank.record.exists()
+        if rank.code is None:
+            return False
+        return self.lost_its_device(number) or (rank.code < 0 and not rank.record.exists())
+
+    def lost_its_device(self, number: int) -> bool:
+        """Return True if the hardware of the rank's accelerator has failed."""
+        record = ErrorRecord.read(self[number].record)
+        return record is not None and bool(record.device)
 
     def on_host(self, host: int) -> set[int]:
         """Return the numbers of the ranks on a host."""

@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 
 import msgspec
 
-from paceline.elastic.failure import RankEnd, killed, shortened
+from paceline.elastic.failure import RankEnd, killed, lost_device, shortened
 from paceline.elastic.hosts.hosts import WAIT, RemoteRanks, hosts_wait_s
 from paceline.elastic.hosts.link import AbsentLink, Link
 from paceline.elastic.hosts.messages import Past
@@ -116,6 +116,8 @@ class Losses:
         number = end.status.rank
         if (why := self._why.pop(number, None)) is not None:
             return "launch.rank_hung", why
+        if end.record is not None and end.record.device:
+            return "launch.device_failed", lost_device(end)
         if end.code is not None and end.code < 0:
             return "launch.rank_killed", killed(end, self.ranks.new_oom_kills(end), serves=serves)
         return "launch.rank_left", f"rank {number} failed"
@@ -301,7 +303,7 @@ class Recovery(Losses):
         ranks, remote, membership = self.ranks, self.ranks.remote, self.membership
         hosts = remote.spare() if remote else []
         ended = {rank.number for rank in ranks if rank.code is not None} - self._handled
-        lost = {n for n in ended if n not in self.members or ranks.is_away(n) or ranks.was_killed(n)}
+        lost = {n for n in ended if n not in self.members or ranks.is_away(n) or ranks.was_lost(n)}
         if not lost and not hosts:
             return
         # ranks of lost hosts that have come back, but were not started yet

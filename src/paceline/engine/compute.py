@@ -44,6 +44,7 @@ from paceline.planning.plan import Plan
 from paceline.split.cross_entropy import divides_classes
 from paceline.split.remat import compiled
 from paceline.sync import Replica
+from paceline.wire.status import refuse_aborted
 
 if TYPE_CHECKING:
     from torchao.float8 import Float8LinearConfig
@@ -221,7 +222,9 @@ class Compute(ABC):
             local = float(self.normalization.items(batch)) / rows(batch) if batch is not None and rows(batch) else 0.0
             unit = torch.tensor([local], dtype=widest_float(self.device), device=self.device)
             self.group.all_reduce(unit, "max")
-            self.normalization.items_per_sample = float(unit.item()) or 1.0
+            items = float(unit.item())
+            refuse_aborted()
+            self.normalization.items_per_sample = items or 1.0
 
     def normalized_loss(
         self, output: Any, part: Batch, batch: Batch, position: Position, step: int, counted: Batch | None = None

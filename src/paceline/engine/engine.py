@@ -219,7 +219,8 @@ class RankEngine:
         self.model = made_ready(self, model, plan)
         self.compute = self._compute(plan)
         self.data_group = self.compute.data_group
-        self.runs_ahead = settings.runs_ahead(plan, self.device)
+        # An aborted reduction has undefined results, which must not reach an update.
+        self.runs_ahead = group.interruption is None and settings.runs_ahead(plan, self.device)
         spikes = None if settings.spike.policy == "off" else LossSpikes(settings.spike)
         self.average = None if settings.ema is None else WeightAverage(optimizer, settings.ema)
         self.first = FirstWeights(optimizer) if has_reference(loss) else None
@@ -643,9 +644,7 @@ class RankEngine:
         return position
 
     def _clear_gradients(self) -> None:
-        self.reduction.stage = "own"
-        # otherwise the gradients of two steps would be in memory during the backward pass
-        self.reduction.take([])
+        self.reduction.clear()
         for parameter in self._parameters:
             parameter.grad = None
 

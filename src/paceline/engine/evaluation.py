@@ -22,7 +22,7 @@ from paceline.job.loss import Metric
 from paceline.job.loss_items import LossMetric
 from paceline.planning.plan import REPLICA
 from paceline.sync import SyncRule
-from paceline.wire.status import Phase
+from paceline.wire.status import Phase, refuse_aborted
 
 
 class Evaluation:
@@ -186,6 +186,7 @@ def until_unreadable(compute: Compute, batches: Iterable[Batch | None]) -> Itera
             for group in groups:
                 group.all_reduce(ended, "max")
             over = bool(ended.item())
+            refuse_aborted()
         if not over:
             yield batch
     reasons = [reason for reason in compute.group.gather_json(found) if reason is not None]
@@ -261,7 +262,9 @@ def add_up(sums: list[_Sums], group: Group | None) -> None:
         return
     flat = torch.cat(numbers).to(group.device, widest_float(group.device))
     group.all_reduce(flat)
-    parts = iter(flat.cpu().double().split([len(part) for part in numbers]))
+    summed = flat.cpu().double()
+    refuse_aborted()
+    parts = iter(summed.split([len(part) for part in numbers]))
     for kept in sums:
         kept.total, kept.count = next(parts).reshape(kept.total.shape), next(parts).item()  # type: ignore[union-attr]
 

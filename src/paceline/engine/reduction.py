@@ -13,13 +13,14 @@ from torch import Tensor, nn
 from torch._utils import _flatten_dense_tensors
 
 from paceline.comm import Group
-from paceline.device import Download, is_accelerator, on_accelerator, upload, widest_float
+from paceline.device import Download, event, is_accelerator, on_accelerator, upload, widest_float
 from paceline.engine.compute import LocalLoss
 from paceline.engine.guard import LossScale
 from paceline.engine.meter import COMM, Meter
 from paceline.job.batch import Batch
 from paceline.sync import Replica, SyncRule
 from paceline.sync.rows import LateNorm, numbers_of
+from paceline.wire.status import refuse_aborted
 
 if TYPE_CHECKING:
     from paceline.split.apply import Split
@@ -252,6 +253,20 @@ class GradientReduction:
         self._reads_norm, self._norm = split is not None or is_accelerator(world.device), 0.0
         self.reads_all = clips or self._reads_norm or loss_scale is not None
 
+    def clear(self) -> None:
+        """Drop the newest gradients before the next backward pass."""
+        self.stage = "own"
+        if self.world.interruption is not None:
+            self.world.interruption.gradients_arrived = lambda: False
+        # otherwise the gradients of two steps would be in memory during the backward pass
+        self.take([])
+
+    @property
+    def arrived(self) -> bool:
+        """Return True if the newest gradients are complete, even if the rest of the reduction was interrupted."""
+        interruption = self.world.interruption
+        return self.stage != "own" and (interruption is None or interruption.had_gradients)
+
     def reduce(self, local: LocalLoss, step: int) -> Reduced:
         """Reduce gradients, loss and votes of an optimizer step with the rule.
 
@@ -273,14 +288,20 @@ class GradientReduction:
     def _reduce(self, local: LocalLoss, step: int) -> Reduced:
         own_busy_s = self.signals.seal(self.meter, local)
         self.apply_rule(step)
+        if self.world.interruption is not None:
+            summed_at = event(self.world.device)
+            summed_at.record()
+            self.world.interruption.gradients_arrived = summed_at.query
         self.stage = "summed"
         if self.split is not None:
             summed = self._sum_over_all(self.split)
             alone = self.world.size == 1
             *sums, square = numbers([*self.signals.own(local), summed[-1:]] if alone else [summed])
+            refuse_aborted()
             self._norm = math.sqrt(square)
         else:
             sums = self._numbers(self.signals.sums(local))
+            refuse_aborted()
         reduced = self.signals.read(sums)
         self.scale(reduced.rescale)
         self.stage = "mean"
@@ -322,7 +343,9 @@ class GradientReduction:
             return self._own_norm()
         square = self.split.gradient_square()
         self.world.all_reduce(square)
-        return math.sqrt(float(square))
+        norm = math.sqrt(float(square))
+        refuse_aborted()
+        return norm
 
     def _own_norm(self) -> float | LateNorm:
         """Return the norm of this rank's gradients; a `LateNorm` if sparse gradients cannot overflow."""

@@ -24,6 +24,7 @@ from paceline.planning.sync_info import sync_info
 from paceline.split.layout import local
 from paceline.sync.batchnorm import is_synchronised
 from paceline.sync.rule import broadcast_tensors
+from paceline.wire.status import refuse_aborted
 
 if TYPE_CHECKING:
     from paceline.engine.engine import RankEngine
@@ -257,8 +258,9 @@ def _differing(group: Group, held: Mapping[str, Tensor], names: Sequence[str] = 
     together[..., [name not in held for name in names]] = -math.inf
     group.all_reduce(together, "max")
     largest, smallest = together
-    differs = (largest != -smallest).any(dim=0)
-    return [name for name, one in zip(names, differs.tolist(), strict=True) if one]
+    differs = (largest != -smallest).any(dim=0).tolist()
+    refuse_aborted()
+    return [name for name, one in zip(names, differs, strict=True) if one]
 
 
 def _digest(tensor: Tensor) -> Tensor:

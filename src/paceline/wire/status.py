@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
-from paceline.errors import ClusterError, SyncError
+from paceline.errors import ClusterError, SyncError, device_fault
 from paceline.rank_environment import RankEnvironment, is_our_rank
 
 Phase = Literal["starting", "data", "compute", "sync", "optimizer", "checkpoint", "evaluate", "done", "joining"]
@@ -163,6 +163,7 @@ _ANNOUNCED_WITHIN_S = 2.0
 _WAITED = "_paceline_waited"  # attribute of an error for which a wait has ended without an announcement
 
 _is_over: Callable[[], bool] | None = None
+_aborted = False  # True once the collectives of this generation were aborted on the accelerator
 
 
 @dataclass(frozen=True)
@@ -216,13 +217,36 @@ def generation_is_over() -> bool:
     return _is_over is not None and _is_over()
 
 
+def note_abort(aborted: bool) -> None:
+    """Record whether this process has aborted the collectives of its generation on an accelerator."""
+    global _aborted
+    _aborted = aborted
+
+
+def was_aborted() -> bool:
+    """Return True if results of this generation's collectives on an accelerator may be undefined."""
+    return _aborted
+
+
+def refuse_aborted() -> None:
+    """Raise `GenerationOver` if a result that was read from an accelerator may be undefined."""
+    if _aborted:
+        raise interrupted()
+
+
+def interrupted() -> GenerationOver:
+    """Return the error for work that the end of the generation has interrupted."""
+    return GenerationOver("ranks.generation_over", "this rank's work was interrupted, because the generation is over")
+
+
 def ends_generation(error: BaseException) -> bool:
     """Return True if an error was caused only by the end of the generation.
 
     A rank may notice a lost peer before the end of the generation is announced. The function therefore waits briefly
-    for the announcement.
+    for the announcement. After collectives were aborted on an accelerator, code may fail in any way on their undefined
+    results, so only a failure of the device itself has another cause.
     """
-    if isinstance(error, GenerationOver):
+    if isinstance(error, GenerationOver) or (_aborted and isinstance(error, Exception) and not device_fault(error)):
         return True
     if _is_over is None or not _is_of_other_ranks(error) or getattr(error, _WAITED, False):
         return False

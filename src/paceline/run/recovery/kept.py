@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from paceline.comm import Group
 from paceline.comm.links import GroupLinks
+from paceline.device import is_accelerator, random_state, set_random_state
 from paceline.elastic.membership import Start, StepBoundary, newest_of
 from paceline.engine.engine import Outcome, RankEngine
 from paceline.errors import JobError
@@ -185,9 +186,10 @@ class KeptPart(Kept):
 
     def broken_off(self, engine: RankEngine) -> None:
         # a step that needs the other ranks of the replica is taken again by all of them
-        if engine.reduction.stage != "own" and not takes_steps_together(engine.optimizer):
+        stage = engine.reduction.stage
+        if stage != "own" and engine.reduction.arrived and not takes_steps_together(engine.optimizer):
             gradients = {name: p.grad.clone() for name, p in engine.named_parameters().items() if p.grad is not None}
-            self._reduced = _Reduced(gradients, engine.reduction.stage, RankState.of(engine).copied())
+            self._reduced = _Reduced(gradients, stage, RankState.of(engine).copied())
 
     def begin(self, engine: RankEngine, group: Group, tell: Tell) -> None:
         self.state = self._reduced = None
@@ -239,7 +241,7 @@ def hand_over(engine: RankEngine, group: Group, source: int, behind: Collection[
 
     The receivers then seed their own random numbers.
     """
-    state = RankState.of(engine).copied() if group.rank == source else None
+    state = RankState.of(engine) if group.rank == source else None
     header = group.gather_json(None if state is None else state.header)[source]
     if state is None:
         state = RankState.empty(header)
@@ -280,6 +282,7 @@ class StepUndo:
         self._step = _NONE
         self._versions: dict[str, int] = {}
         self._random: tuple[Any, Any, Any]
+        self._device_random: Tensor | None = None
 
     def remember(self, step: int) -> None:
         """Copy the state after `step`, before the next batch is read."""
@@ -295,6 +298,8 @@ class StepUndo:
         else:
             self._copied, self._copies = tensors, [tensor.detach().clone() for tensor in tensors]
         self._random = states()
+        device = next((parameter.device for parameter in self._parameters.values()), torch.device("cpu"))
+        self._device_random = random_state(device) if is_accelerator(device) else None
 
     def undo(self, step: int) -> None:
         """Restore the state after `step`, if the next step was interrupted.
@@ -313,6 +318,8 @@ class StepUndo:
             for tensor, copy in zip(self._copied, self._copies, strict=True):
                 tensor.copy_(copy)
         restore(self._random)
+        if self._device_random is not None:
+            set_random_state(next(iter(self._parameters.values())).device, self._device_random)
 
     def _changed(self) -> dict[str, Tensor]:
         return {name: p for name, p in self._parameters.items() if p._version != self._versions[name]}

@@ -142,6 +142,8 @@ class Trainee:
             if not ends_generation(error):
                 raise
             broken = True
+            if group.interruption is not None:
+                group.interruption.abort()
             self.kept.broken_off(engine)
             # abort at once, because closing a group would wait for data that peers have not acknowledged
             abort_all(0.0)

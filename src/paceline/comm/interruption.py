@@ -1,0 +1,112 @@
+"""End of waits on an accelerator when the generation is over.
+
+On an accelerator, the host waits for the device, and the device waits for the other ranks. If a rank is lost, such a
+wait never ends, and raises no error. A thread therefore watches the generation. When the generation is over, the thread
+aborts the process groups of torch's collective library. The device then finishes the queued
+work: the process, the device's context and its memory stay. Results of aborted collectives are undefined, so whoever
+reads a result from the device calls `wire/status.py:refuse_aborted` before using it.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+
+import torch
+from torch.distributed import ProcessGroup, distributed_c10d
+
+from paceline.device import synchronize
+from paceline.errors import device_fault
+from paceline.wire.status import generation_is_over, note_abort, was_aborted
+
+_LOOK_S = 0.01
+_TRIES = 100  # errors of aborted collectives that a device may report, one at each wait
+# Without this setting, torch ends the whole process when a peer is lost. The supervisor enforces the deadline instead.
+_NCCL_SETTING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+
+
+class Interruption:
+    """Thread that aborts this process's groups on an accelerator when the generation is over.
+
+    Attributes:
+        gradients_arrived: returns True if the newest reduced gradients are complete on the device. It is called before
+            the abort, after which this can no longer be known.
+        had_gradients: result of that call; False before the abort.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        os.environ.setdefault(_NCCL_SETTING, "0")
+        self.device = device
+        self.gradients_arrived: Callable[[], bool] = lambda: False
+        self.had_gradients = False
+        self._aborted: set[ProcessGroup] = set()
+        self._one_at_a_time = threading.Lock()
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="paceline-interruption", daemon=True)
+        self._thread.start()
+
+    def abort(self) -> None:
+        """Abort all groups, and wait until the device has finished its queued work.
+
+        Raises:
+            RuntimeError: the device is lost.
+        """
+        self._abort()
+        for _ in range(_TRIES):
+            try:
+                synchronize(self.device)
+            except RuntimeError as error:
+                if device_fault(error):
+                    raise
+            else:
+                return
+
+    def end(self) -> None:
+        """End the thread; the groups may then be destroyed."""
+        self._ended.set()
+        self._thread.join()
+        self._aborted.clear()
+        note_abort(False)
+
+    def _watch(self) -> None:
+        # groups that the main thread creates after the abort are aborted as well
+        while not self._ended.wait(_LOOK_S):
+            if generation_is_over():
+                self._abort()
+
+    def _abort(self) -> None:
+        with self._one_at_a_time:
+            if not was_aborted():
+                with suppress(RuntimeError):  # the device may be lost
+                    self.had_gradients = self.gradients_arrived()
+                note_abort(True)
+            world = distributed_c10d._world
+            # The default group is first: a step counts only if its sum over all ranks is complete.
+            groups = [group for group in world.pg_names if group not in self._aborted]
+            groups.sort(key=lambda group: (group is not world.default_pg, world.pg_names[group]))
+            if not groups:
+                return
+            with _together(groups[0]):
+                for group in groups:
+                    self._aborted.add(group)
+                    with suppress(RuntimeError):  # gloo cannot abort, and notices lost peers itself
+                        group.abort()
+
+
+@contextmanager
+def _together(group: ProcessGroup) -> Iterator[None]:
+    """Abort the communicators of NCCL in one call, because separate calls may wait for each other (pytorch#119797)."""
+    backend = None
+    if distributed_c10d.is_nccl_available():
+        with suppress(RuntimeError):
+            backend = group._get_backend(torch.device("cuda"))
+    if backend is None or not isinstance(backend, distributed_c10d.ProcessGroupNCCL):
+        yield
+        return
+    backend._group_start()
+    try:
+        yield
+    finally:
+        backend._group_end()

@@ -1,0 +1,121 @@
+"""Ranks on accelerators are killed, or lose their device, while a run trains: the other ranks go on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from commands import (
+    ended_well,
+    events,
+    kill_rank,
+    losses,
+    losses_of,
+    points,
+    processes_of,
+    rank_of,
+    training,
+    wait_for_events,
+    wait_for_step,
+    write_job,
+)
+from simulated.environment import Simulated
+
+WHAT = Path(__file__).parents[1] / "faults" / "what_goes_wrong.py"
+STEPS = 40
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """40 steps, 6 in an epoch, with an evaluation after each epoch."""
+    return write_job(
+        tmp_path_factory.mktemp("job") / "job.yaml",
+        model={"factory": f"{WHAT}:net", "args": {"width": 16}},
+        data=points(0.15, samples=112),
+        optimizer={"name": "adamw", "lr": 0.01},
+        stop={"steps": STEPS},
+        checkpoint={"every_steps": 15},
+        deadline_s=60,
+    )
+
+
+@pytest.fixture(scope="module")
+def undisturbed(job: Path) -> dict[int, float]:
+    """The losses of the job when nothing happens."""
+    return losses_of(job)
+
+
+@pytest.fixture
+def devices(simulated: Simulated, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Give every process from now on simulated devices."""
+
+    def give(**settings: object) -> None:
+        for name, value in simulated.environment(devices=8, **settings).items():  # type: ignore[arg-type]
+            monkeypatch.setenv(name, value)
+
+    return give
+
+
+@pytest.mark.parametrize(
+    ("plan", "kills"),
+    [
+        ("dp=3", [(2, 4), (0, 12)]),
+        pytest.param("dp=2 fsdp=2", [(3, 4), (0, 12)], marks=pytest.mark.slow),
+        pytest.param("dp=2 tp=2", [(3, 4), (0, 12)], marks=pytest.mark.slow),
+        pytest.param("dp=2 pp=2 microbatches=2", [(3, 4), (0, 12)], marks=pytest.mark.slow),
+    ],
+)
+def test_a_killed_rank_costs_no_step_and_survivors_keep_their_process(
+    plan: str,
+    kills: list[tuple[int, int]],
+    job: Path,
+    undisturbed: dict[int, float],
+    devices: Callable[..., None],
+    tmp_path: Path,
+) -> None:
+    devices()
+    with training(job, tmp_path, plan) as (process, run):
+        wait_for_step(1, run, process)
+        before = {rank_of(rank): rank.pid for rank in processes_of(process)}
+        for count, (rank, step) in enumerate(kills, 1):
+            wait_for_step(step, run, process)
+            kill_rank(rank, process)
+            wait_for_events(run, "generation", 2 * count, process)
+        after = {rank_of(rank): rank.pid for rank in processes_of(process)}
+        ended_well(process)
+    assert {rank for rank in before if before[rank] != after[rank]} == {rank for rank, _ in kills}
+    assert sorted(losses(run)) == list(range(1, STEPS + 1))
+    assert losses(run) == pytest.approx(undisturbed, rel=1e-5)
+    assert [event["rank"] for event in events(run, "healed")] == [rank for rank, _ in kills]
+    assert not events(run, "resume"), "nothing was read from the disk"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("plan", ["fsdp=2", "pp=2 microbatches=2"])
+def test_a_rank_of_the_only_replica_comes_back_from_copies_in_the_hosts_memory(
+    plan: str, job: Path, undisturbed: dict[int, float], devices: Callable[..., None], tmp_path: Path
+) -> None:
+    devices()
+    with training(job, tmp_path, plan) as (process, run):
+        wait_for_step(8, run, process)
+        kill_rank(1, process)
+        wait_for_events(run, "generation", 1, process)
+        ended_well(process)
+    assert losses(run) == pytest.approx(undisturbed, rel=1e-5)
+    assert len(events(run, "went_back")) == 1
+    assert not events(run, "resume"), "nothing was read from the disk"
+
+
+def test_a_device_that_is_lost_again_and_again_is_left_out_and_no_step_is_lost(
+    job: Path, undisturbed: dict[int, float], devices: Callable[..., None], tmp_path: Path
+) -> None:
+    devices(dies="1:400")
+    with training(job, tmp_path, "dp=2") as (process, run):
+        ended_well(process)
+    lost = events(run, "lost")
+    assert {(event["rank"], event["code"]) for event in lost} == {(1, "launch.device_failed")}
+    assert [event["again"] for event in lost][-1:] == [len(lost) < 3]
+    assert losses(run) == pytest.approx(undisturbed, rel=1e-5)
+    assert not events(run, "resume")
