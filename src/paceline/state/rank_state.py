@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from paceline.device import is_accelerator, random_state, set_random_state
+from paceline.device import current_stream, event, is_accelerator, on_accelerator, random_state, set_random_state
 from paceline.errors import CheckpointError
 from paceline.split.layout import local
 from paceline.state.average import drop_copies
@@ -46,12 +46,14 @@ class RankState:
         tensors: named `model/<fqn>`, `optimizer/<fqn>/<key>`, `buffer/<fqn>`, `rng/torch`, `sync/<key>`.
         values: all other state, as JSON values.
         memory: memory block that contains all tensors; None if each tensor has its own memory.
+        arrived: event after which a copy from an accelerator is complete; None if the copy is complete.
     """
 
     step: int
     tensors: dict[str, Tensor]
     values: dict[str, Any]
     memory: Tensor | None = None
+    arrived: torch.Event | None = None
 
     @classmethod
     def of(cls, engine: RankEngine, loop: Mapping[str, Any] | None = None) -> RankState:
@@ -91,20 +93,27 @@ class RankState:
         }
         return cls(engine.step_count, tensors, values)
 
-    def copied(self, reuse: RankState | None = None, *, in_one_piece: bool = False) -> RankState:
+    def copied(
+        self, reuse: RankState | None = None, *, in_one_piece: bool = False, beside: torch.Stream | None = None
+    ) -> RankState:
         """Copy the state to memory on the CPU.
 
         Args:
             reuse: older copy that is no longer needed. If the memory of this copy fits, it is overwritten.
             in_one_piece: True to copy all tensors into one memory block, which can be sent to a peer.
+            beside: stream of an accelerator for the copies, while the next forward and backward passes run. The next
+                update must wait for the event `arrived` of the result. None copies at once.
         """
         values = plain(self.values, "values")
         memory = None
         if in_one_piece:
-            tensors, memory = _in_one_piece(self.shapes, None if reuse is None else reuse.memory)
+            memory = None if reuse is None else reuse.memory
+            tensors, memory = _in_one_piece(self.shapes, memory, pinned=beside is not None)
         else:
             before = {} if reuse is None else reuse.tensors
             tensors = {name: _room_for(value, before.get(name)) for name, value in self.tensors.items()}
+        if beside is not None:
+            return RankState(self.step, tensors, values, memory, _copy_beside(tensors, self.tensors, beside))
         for name, value in self.tensors.items():
             tensors[name].copy_(value)
         return RankState(self.step, tensors, values, memory)
@@ -256,11 +265,30 @@ def _room_for(value: Tensor, memory: Tensor | None) -> Tensor:
     return memory if memory is not None and fits else torch.empty_like(value, device="cpu")
 
 
-def _in_one_piece(shapes: Shapes, memory: Tensor | None) -> tuple[dict[str, Tensor], Tensor]:
+def _copy_beside(copies: Mapping[str, Tensor], tensors: Mapping[str, Tensor], beside: torch.Stream) -> torch.Event:
+    """Copy tensors from an accelerator on the stream `beside`; return an event after the copies.
+
+    Buffers may change in the next forward pass, so their copies are queued before the pass.
+    """
+    now = current_stream(beside.device)
+    for name, tensor in tensors.items():
+        if name.startswith("buffer/") or not on_accelerator(tensor):
+            copies[name].copy_(tensor, non_blocking=True)
+    beside.wait_stream(now)
+    with beside:
+        for name, tensor in tensors.items():
+            if not name.startswith("buffer/") and on_accelerator(tensor):
+                copies[name].copy_(tensor, non_blocking=True)
+        ended = event(beside.device)
+        ended.record()
+    return ended
+
+
+def _in_one_piece(shapes: Shapes, memory: Tensor | None, *, pinned: bool = False) -> tuple[dict[str, Tensor], Tensor]:
     """Return tensors in one memory block, which is `memory` if the size matches."""
     size = sum(_padded(dtype, shape) for dtype, shape in shapes.values())
     if memory is None or len(memory) != size:
-        memory = torch.empty(size, dtype=torch.uint8)
+        memory = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
     found, at = {}, 0
     for name, (dtype, shape) in shapes.items():
         end = at + math.prod(shape) * DTYPES[dtype].itemsize

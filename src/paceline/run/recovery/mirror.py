@@ -9,15 +9,18 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import psutil
+import torch
 from torch import Tensor
 
 from paceline.cluster.cgroup import memory_limit_bytes
 from paceline.comm import Group
 from paceline.comm.group import Pending
+from paceline.device import current_stream, has_pinned_memory, has_streams, stream
 from paceline.elastic.membership import Start, StepBoundary
 from paceline.engine.engine import RankEngine
 from paceline.engine.meter import CHECKPOINT
@@ -82,6 +85,8 @@ class Mirror(KeptPart):
         self._own: list[Copy] = []
         self._held: list[Copy] = []  # copies of another rank's state
         self._coming: tuple[Pending, Pending, Copy] | None = None
+        self._stream: torch.Stream | None = None  # on accelerators, the stream of the copies to the host
+        self._unsent: Copy | None = None  # copy that is on its way from the accelerator
         self._reached = -1
         self._group: Group | None = None
         self._off = False
@@ -123,14 +128,25 @@ class Mirror(KeptPart):
 
     def begin(self, engine: RankEngine, group: Group, tell: Tell) -> None:
         """Begin a generation; all ranks of the group call this."""
-        self._coming = None
+        self._coming = self._unsent = None
         self._engine, self._group, self._tell = engine, group.for_host_memory(), tell
         self._next, self._newest, self._cost_s, self._ended = 0, -1, math.inf, 0.0
         self._off = False
         self._to, self._from = partners(group.rank, group.hosts, group.size)
+        if has_streams(engine.device) and has_pinned_memory(engine.device):
+            self._stream = self._stream or stream(engine.device)
+            engine.before_update = partial(self._before_update, engine.before_update)
+
+    def _before_update(self, earlier: Callable[[int], object] | None, step: int) -> None:
+        """Let the device finish the copy before it changes the state; the host does not wait."""
+        if self._unsent is not None and self._unsent.state.arrived is not None:
+            current_stream(self._engine.device).wait_event(self._unsent.state.arrived)
+        if earlier is not None:
+            earlier(step)
 
     def at_boundary(self, engine: RankEngine, boundary: Callable[[], StepBoundary]) -> None:
         """Copy the state between two steps, if due."""
+        self._send_arrived()
         step = engine.step_count
         if self._newest < 0:  # the first copy follows the first step, whose memory use must be known
             self._newest, self._next, self._ended = step, step + 1, time.perf_counter()
@@ -156,8 +172,10 @@ class Mirror(KeptPart):
         # all ranks have the newest version, so the older version can be overwritten
         cost = max(self._group.gather_json(COPY_TRAFFIC * self._cost_s / max(step_s, 1e-6)))
         reuse = self._own.pop(0).state if len(self._own) > 1 else None
-        state = RankState.of(self._engine).copied(reuse, in_one_piece=True)
-        self._send(self._group, Copy(self._group.rank, asdict(boundary), state))
+        state = RankState.of(self._engine).copied(reuse, in_one_piece=True, beside=self._stream)
+        self._unsent = Copy(self._group.rank, asdict(boundary), state)
+        if state.arrived is None:
+            self._send_arrived()
         steps = FEWEST if math.isinf(cost) else steps_between(cost, 1)
         self._newest, self._next = step, step + (self.every_steps or steps)
         self._ended = time.perf_counter()
@@ -178,7 +196,7 @@ class Mirror(KeptPart):
             with suppress(Exception):  # the transfer may have failed because its sender is gone
                 self._coming[0].wait()
                 self._held.append(self._coming[2])
-        self._coming = None
+        self._coming = self._unsent = None
 
     def keep(self, engine: RankEngine) -> None:
         """Do nothing, because the existing copies suffice."""
@@ -188,7 +206,13 @@ class Mirror(KeptPart):
         if group is not None:
             group.close()
 
-    def _send(self, group: Group, own: Copy) -> None:
+    def _send_arrived(self) -> None:
+        """Send the newest copy; from an accelerator, it has arrived during the step after it was taken."""
+        own, group, self._unsent = self._unsent, self._group, None
+        if own is None or group is None:
+            return
+        if own.state.arrived is not None:
+            own.state.arrived.synchronize()
         header = group.gather_json(own.header)[self._from]
         self._own.append(own)
         coming = Copy.to_receive(header, self._held.pop(0) if len(self._held) > 1 else None)
