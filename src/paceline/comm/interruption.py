@@ -17,7 +17,7 @@ from contextlib import contextmanager, suppress
 import torch
 from torch.distributed import ProcessGroup, distributed_c10d
 
-from paceline.device import synchronize
+from paceline.device import event, synchronize
 from paceline.errors import device_fault
 from paceline.wire.status import generation_is_over, note_abort, was_aborted
 
@@ -41,6 +41,8 @@ class Interruption:
         self.device = device
         self.gradients_arrived: Callable[[], bool] = lambda: False
         self.had_gradients = False
+        self._phase: tuple[torch.Event, Callable[[], None]] | None = None
+        self._phase_lock = threading.Lock()
         self._aborted: set[ProcessGroup] = set()
         self._one_at_a_time = threading.Lock()
         self._ended = threading.Event()
@@ -63,6 +65,22 @@ class Interruption:
             else:
                 return
 
+    def begin_phase_after_compute(self, tell: Callable[[], None]) -> None:
+        """Call `tell` when the device has finished the work queued so far.
+
+        The host queues collectives before the device has computed their inputs. A rank whose device still computes, or
+        hangs, must not look like a rank that waits for others.
+        """
+        computed = event(self.device)
+        computed.record()
+        with self._phase_lock:
+            self._phase = computed, tell
+
+    def end_phase(self) -> None:
+        """Forget the last `begin_phase_after_compute`, because its phase is over."""
+        with self._phase_lock:
+            self._phase = None
+
     def end(self) -> None:
         """End the thread; the groups may then be destroyed."""
         self._ended.set()
@@ -75,6 +93,14 @@ class Interruption:
         while not self._ended.wait(_LOOK_S):
             if generation_is_over():
                 self._abort()
+            else:
+                self._note_phase()
+
+    def _note_phase(self) -> None:
+        with self._phase_lock, suppress(RuntimeError):  # the device may be lost
+            if self._phase is not None and self._phase[0].query():
+                self._phase[1]()
+                self._phase = None
 
     def _abort(self) -> None:
         with self._one_at_a_time:

@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -279,10 +280,16 @@ class RankEngine:
         finally:
             self.replica.backward.gradients = "refused"
         self.meter.mark(COMPUTE)
-        self.on_phase("sync", step)
+        interruption = self.group.interruption
+        if interruption is None:
+            self.on_phase("sync", step)
+        else:
+            interruption.begin_phase_after_compute(partial(self.on_phase, "sync", step))
         if isinstance(self.reduction, ReductionAhead):
             return self._queue(self.reduction, step, batch, position, local)
         reduced = self.reduction.reduce(local, step)  # gradients and loss of all ranks
+        if interruption is not None:
+            interruption.end_phase()
         self.on_phase("optimizer", step)
         problem = self.guard.check(
             self.reduction.deciders, batch, self.loader.indices, step=step, loss=reduced.step_loss, norm=reduced.norm
