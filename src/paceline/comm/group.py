@@ -162,7 +162,7 @@ class Group:
         return self.subgroup(range(self.size))
 
     def for_host_memory(self) -> Group:
-        """Create a group of the same ranks for tensors in the hosts' memory, even if the ranks have accelerators.
+        """Create a group of the same ranks for tensors in the hosts' memory.
 
         Every rank must call this method. Call `close` on the group at the end.
         """

@@ -123,7 +123,10 @@ class Interruption:
 
 @contextmanager
 def _together(group: ProcessGroup) -> Iterator[None]:
-    """Abort the communicators of NCCL in one call, because separate calls may wait for each other (pytorch#119797)."""
+    """Return a context in which NCCL aborts several communicators in one call.
+
+    Separate calls may wait for each other (pytorch#119797). Other libraries need no such context.
+    """
     backend = None
     if distributed_c10d.is_nccl_available():
         with suppress(RuntimeError):

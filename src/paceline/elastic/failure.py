@@ -370,7 +370,7 @@ def _may_pass(error: BaseException | None) -> bool:
 
 
 def _failed_hardware(error: BaseException | None) -> str:
-    """Return the kind of a device's hardware fault that caused the error; "" for any other error."""
+    """Return the hardware fault of a device that caused the error, or ""."""
     if error is None:
         return ""
     fault = device_fault(error)

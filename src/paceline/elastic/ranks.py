@@ -201,7 +201,10 @@ class Ranks:
         return isinstance(rank, RemoteRank) and rank.link.lost is not None
 
     def was_lost(self, number: int) -> bool:
-        """Return True if the rank has ended by a signal without an error record, or because its device has failed."""
+        """Return True if a signal ended the rank, or its device has failed.
+
+        A rank that recorded any other error is not lost.
+        """
         rank = self[number]
         if rank.code is None:
             return False

@@ -263,7 +263,10 @@ class GradientReduction:
 
     @property
     def arrived(self) -> bool:
-        """Return True if the newest gradients are complete, even if the rest of the reduction was interrupted."""
+        """Return True if the newest gradients are complete.
+
+        They may be complete even if the rest of the reduction was interrupted.
+        """
         interruption = self.world.interruption
         return self.stage != "own" and (interruption is None or interruption.had_gradients)
 

@@ -138,7 +138,7 @@ class Mirror(KeptPart):
             engine.before_update = partial(self._before_update, engine.before_update)
 
     def _before_update(self, earlier: Callable[[int], object] | None, step: int) -> None:
-        """Let the device finish the copy before it changes the state; the host does not wait."""
+        """Make the device finish the copy before it changes the state."""
         if self._unsent is not None and self._unsent.state.arrived is not None:
             current_stream(self._engine.device).wait_event(self._unsent.state.arrived)
         if earlier is not None:
@@ -207,7 +207,7 @@ class Mirror(KeptPart):
             group.close()
 
     def _send_arrived(self) -> None:
-        """Send the newest copy; from an accelerator, it has arrived during the step after it was taken."""
+        """Send the newest copy, which arrives from an accelerator during the following step."""
         own, group, self._unsent = self._unsent, self._group, None
         if own is None or group is None:
             return
