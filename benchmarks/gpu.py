@@ -1,14 +1,17 @@
 """What a simulated accelerator cannot show: correctness and speed on whatever accelerators are here, in ten minutes.
 
-    python benchmarks/gpu.py [--json] [--minutes 10] [--devices N] [--device cpu] [--out DIR]
+    python benchmarks/gpu.py [--json] [--minutes 10] [--devices N] [--device cpu] [--recovery] [--out DIR]
 
 It uses up to eight accelerators of any type that the installed torch knows, and writes a page for you and a file to
 send back: `report.html` and `result.json` in a new folder here. The file names neither the host nor a folder of it.
 
 It checks every path: each split and their products, exact sync rules, codecs, precisions, settings, pinned loading,
-asynchronous checkpoints and resuming, loops of users' own with fp16. Losses, gradients and parameters of small models
-are held to one process on the CPU, in float64 where the devices have it. Then it measures a GPT of 124 million
-parameters (smaller where memory is) and a CNN beside plain PyTorch, DDP and FSDP2, each with paceline's prediction.
+asynchronous checkpoints and resuming, loops of users' own with fp16, recovery from a killed rank. Losses, gradients and
+parameters of small models are held to one process on the CPU, in float64 where the devices have it. Then it measures a
+GPT of 124 million parameters (smaller where memory is) and a CNN beside plain PyTorch, DDP and FSDP2, each with
+paceline's prediction.
+
+With `--recovery`, it checks recovery alone, which needs two devices.
 
 Figures:
 - `checks`, and of these `checks_holds`, `checks_differs`, `checks_crashed`, `checks_cannot_tell`, `checks_refused` (the
@@ -43,7 +46,7 @@ from types import FrameType
 from typing import Any
 
 from gpu_checks import FIRST, LATER, PathChecks, cases_on
-from gpu_loops import LoopChecks
+from gpu_loops import KILLED, LoopChecks
 from gpu_page import write_results_page
 from gpu_ranks import describe
 from gpu_results import NO_TIME, CheckRow, Results, SpeedRow, public, without_places, without_speed
@@ -68,6 +71,7 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=10.0, help="time to use, at most")
     parser.add_argument("--devices", type=int, default=MOST_DEVICES, help="devices to use, at most")
     parser.add_argument("--device", choices=("auto", "cpu"), default="auto", help="cpu: only try this script")
+    parser.add_argument("--recovery", action="store_true", help="only recovery from a killed rank")
     parser.add_argument("--out", type=Path, default=Path(f"gpu-{time.strftime('%Y%m%d-%H%M%S')}"), help="new folder")
     arguments, started = parser.parse_args(), time.monotonic()
     if arguments.device == "cpu":
@@ -85,8 +89,11 @@ def main() -> None:
     devices = max(1, min(arguments.devices, MOST_DEVICES, discover().devices, 2 if described.mode == "cpu" else 8))
     command = f"benchmarks/gpu.py --minutes {arguments.minutes:g}"
     results = Results(described, devices, arguments.minutes, command, public(environment()))
+    if arguments.recovery and devices < 2:
+        print("recovery needs two devices, and this machine has one.")
+        sys.exit(2)
     arguments.out.mkdir(parents=True)
-    found = Measurement(results, arguments.out, started).run()
+    found = Measurement(results, arguments.out, started, only=KILLED if arguments.recovery else "").run()
     print(f"\n{found.heading}\n{found.verdict}\n{environment_line()}")
     print(f"page: {arguments.out / 'report.html'}")
     sent = (
@@ -124,10 +131,11 @@ class Measurement:
         results: with what is known of the machine.
         out: folder of page and file.
         started: by the monotonic clock.
+        only: group of checks of whole runs to take alone; "" takes everything.
     """
 
-    def __init__(self, results: Results, out: Path, started: float) -> None:
-        self.results, self.out, self.started = results, out, started
+    def __init__(self, results: Results, out: Path, started: float, *, only: str = "") -> None:
+        self.results, self.out, self.started, self.only = results, out, started, only
         self.total_s = results.minutes * 60
         self._simulated = results.described.mode == "simulated"
 
@@ -150,6 +158,8 @@ class Measurement:
     def _stages(self, paths: PathChecks, loops: LoopChecks) -> list[tuple[float, list[Pending]]]:
         """Rows of every stage in the order of their value, with the share of the time until which it may go on."""
         devices, described = self.results.devices, self.results.described
+        if self.only:
+            return [(ALL_UNTIL, [self.pending(case, case.row) for case in loops.cases() if case.group == self.only])]
         first, later = ([self._path(case, paths) for case in cases_on(devices, cases)] for cases in (FIRST, LATER))
         loop_cases = list(loops.cases())
         own, rest = ([self.pending(case, case.row) for case in loop_cases if case.first is f] for f in (True, False))

@@ -9,13 +9,17 @@ from __future__ import annotations
 import io
 import math
 import os
+import shutil
+import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import psutil
 from rich.console import Console
 
 from gpu_checks import JOBS
@@ -31,7 +35,9 @@ from paceline.run.record.run import Run
 from paceline.run.train import train
 
 RUNS, OWN, INEXACT = "Whole runs", "Loops of users' own", "Rules that are not exact, two devices"
+KILLED = "Runs that lose a rank"
 STEPS, STOPPED_AT = 8, 5
+KILLED_STEPS, KILLED_AT = 120, 10
 # Relative differences of losses. Codecs round to few bits, and a number between two of them may go either way.
 SAME = {"fp64": 1e-9, "fp32": 1e-4, "bf16": 2e-2, "fp16": 2e-2}
 CODED = 2e-2
@@ -110,6 +116,10 @@ class LoopChecks:
             for ranks in {1, min(2, self.devices)}:
                 losses = partial(self._own, kind, ranks)
                 yield LoopCase(OWN, f"{name}, dp={ranks}", f"dp={ranks}", SAME[precision], True, ranks, losses)
+        for plan in ("dp=2", "fsdp=2", "dp=2 fsdp=2", "dp=2 tp=2", "dp=2 pp=2 microbatches=2"):
+            if (ranks := Plan.parse(plan).ranks) <= self.devices:
+                text, within = f"{plan} precision={self.precision}", SAME[self.precision]
+                yield LoopCase(KILLED, f"SIGKILL, {plan}", text, within, True, ranks, partial(self._killed, text))
         for words in (*(f"sync={rule}" for rule in RULES), *(f"compress={codec}" for codec in CODECS)):
             exactly = words.startswith("sync")
             text = f"dp=2 {words} precision={self.precision if exactly else 'fp32'}"
@@ -138,6 +148,25 @@ class LoopChecks:
         """The same plan on the devices and on ranks of the CPU."""
         return self._run(job, plan).losses, self._run(job, plan, on_cpu=True).losses
 
+    def _killed(self, plan: str) -> tuple[list[float], list[float]]:
+        """A run whose last rank is killed beside one that nothing disturbs.
+
+        Raises:
+            RuntimeError: not exactly one rank was lost, or the run read a checkpoint.
+        """
+        long = {"stop": {"steps": KILLED_STEPS}}
+        whole, path = self._train("gpt", plan, "whole", long), self.folder / "killed"
+        shutil.rmtree(path, ignore_errors=True)
+        killing = threading.Thread(target=_kill_last_rank, args=(path, Plan.parse(plan).ranks), daemon=True)
+        killing.start()
+        run = self._train("gpt", plan, "killed", long, path=path)
+        killing.join(1.0)
+        events = [event["event"] for event in run.events()]
+        lost = [event["rank"] for event in run.events() if event["event"] == "lost"]
+        if len(lost) != 1 or "generation" not in events or "resume" in events:
+            raise RuntimeError(f"it lost ranks {lost}, and its events were {sorted(set(events))}")
+        return run.losses, whole.losses
+
     def _own(self, kind: Loops, ranks: int) -> tuple[list[float], list[float]]:
         """A script's losses beside those of plain PyTorch on the CPU."""
         precision = self.precision if kind == "setup" else "fp32"
@@ -150,8 +179,17 @@ class LoopChecks:
                 self._trained[job, plan, on_cpu] = self._train(job, plan, "run", {})
         return self._trained[job, plan, on_cpu]
 
-    def _train(self, job: str, plan: str, name: str, changes: Mapping[str, Any], *, resume: bool = False) -> Run:
-        path = self.folder / (name if resume else f"{name}-{len(list(self.folder.iterdir()))}")
+    def _train(
+        self,
+        job: str,
+        plan: str,
+        name: str,
+        changes: Mapping[str, Any],
+        *,
+        resume: bool = False,
+        path: Path | None = None,
+    ) -> Run:
+        path = path or self.folder / (name if resume else f"{name}-{len(list(self.folder.iterdir()))}")
         quiet = Console(file=io.StringIO())
         run = train(
             Job(**{**_jobs()[job], **changes}), plan, cluster=discover(), run=path, resume=resume, console=quiet
@@ -159,6 +197,20 @@ class LoopChecks:
         if run.reason in ("SIGINT", "SIGTERM"):
             raise KeyboardInterrupt
         return run
+
+
+def _kill_last_rank(run: Path, ranks: int) -> None:
+    """Kill the last rank of a run of this process once it has taken some steps."""
+    steps = run / "steps" / "rank-0.jsonl"
+    while not (steps.exists() and steps.read_bytes().count(b"\n") >= KILLED_AT):
+        time.sleep(0.01)
+    for process in psutil.Process().children(recursive=True):
+        with suppress(psutil.Error):
+            if process.environ().get("RANK") == str(ranks - 1) or " ".join(process.cmdline()).startswith(
+                f"paceline rank {ranks - 1} "
+            ):
+                process.kill()
+                return
 
 
 def _jobs() -> dict[str, dict[str, Any]]:
