@@ -2,6 +2,7 @@
 
     python benchmarks/faults.py [--json] [--faults N] [--transports shm,hosts] [--kinds kill,host] [--rounds N]
                                 [--no-goodput] [--torchft PYTHON] [--horovod PYTHON]
+    python benchmarks/faults.py --device sim [--json] [--count N] [--plans "dp=2;fsdp=2"]
 
 Four replicas train on shared memory, and, as root, on four emulated hosts. A random rank of theirs is killed (SIGKILL)
 again and again, a while after the one before is back. Figures, of each transport (`shm_`, `hosts_`):
@@ -30,6 +31,14 @@ With `--torchft` or `--horovod`, an interpreter that has paceline and torchft (`
 Horovod, the same kills hit their replicas (`torchft_`, `horovod_`, see `faults_peers.py`): there `inexact` is not
 known, as they deal no samples.
 
+With `--device sim`, ranks of runs on simulated accelerators are killed, with plans that divide replicas among them
+(`faults_sim.py`). Figures:
+- `sim_kills`, `sim_steps_lost`, `sim_hangs`: as above; `sim_wrong` counts losses.
+- `sim_moved`: survivors that were another process afterwards.
+- `sim_memory_lost`: survivors whose device did not hold their state when they met again.
+- `sim_pause_s`, `sim_pause_worst_s`: longest time between two steps around a kill, beyond the median step.
+- `sim_net_pause_s`, `sim_net_pause_worst_s`: the same without the simulated time that new process groups take.
+
 Figures of a busy machine say little.
 """
 
@@ -45,42 +54,27 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from collections.abc import Callable
+from contextlib import AbstractContextManager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import psutil
-import yaml
 
 from faults_found import HANG_S, HEAD, REPLICAS, REST_S, SEED, Faults, events, read, wait_for
 from faults_hosts import HostCommands, host_commands
 from faults_peers import PEERS, measured_on
+from faults_runs import PLAN, SETTINGS, command_of, kill, losses, training
 from measure import environment_line, parser_of, print_figures
 from paceline_lab.chaos.faults import Links
 
-BIN = Path(sys.executable).parent
 TOLERANCE = 1e-6
 KINDS = {"shm": ("kill", "stop"), "hosts": ("kill", "stop", "host-process", "host", "cut", "coordinator")}
 WARM_UP, STEADY_STEPS = 20, 200
 GOODPUT = {15: 12, 60: 5}  # seconds from kill to kill, and how many
 AFTER_S = 2.0  # after a rank is back, steps may still be slower
-JOB = {
-    "name": "faults",
-    # in float64: sums over fewer replicas differ in the last digits, which a long training in float32 amplifies
-    "model": f"{Path(__file__).parent}/double_cnn.py:build",
-    "data": {"kind": "synthetic", "samples": 4096, "shape": [3, 32, 32], "classes": 10},
-    "loss": "cross_entropy",
-    "optimizer": {"name": "sgd", "lr": 0.01, "momentum": 0.9},
-    "global_batch": 64,
-    "checkpoint": {"every_steps": 500},
-    "deadline_s": 60,
-}
-SETTINGS = {"PACELINE_LOSSES_PER_HOUR": "1000"}
-CLUSTER = {"emulate": {"hosts": REPLICAS}}
-PLAN, MIRRORED = f"dp={REPLICAS} balance=off", "fsdp=2"
-MIRRORED_STEPS = 600
+MIRRORED, MIRRORED_STEPS = "fsdp=2", 600
 
 
 def main() -> None:
@@ -93,9 +87,15 @@ def main() -> None:
     parser.add_argument("--goodput", action=argparse.BooleanOptionalAction, default=True, help="takes 8 minutes")
     for name in PEERS:
         parser.add_argument(f"--{name}", metavar="PYTHON", help="an interpreter that has it, to measure it as well")
+    parser.add_argument("--device", choices=("cpu", "sim"), default="cpu", help="what the ranks train on")
+    parser.add_argument("--count", type=int, default=200, help="kills with --device sim, of all plans together")
+    parser.add_argument("--plans", default="", metavar="PLAN;PLAN", help="only these plans with --device sim")
     asked = parser.parse_args()
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in the background of a script; it ends the runs here
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    if asked.device == "sim":
+        report(*on_devices(asked), asked.json)
+        return
     figures: dict[str, float] = {}
     table = [HEAD]
     with tempfile.TemporaryDirectory(prefix="paceline-faults-") as folder:
@@ -120,11 +120,24 @@ def main() -> None:
             figures[name] = round(goodput(Path(folder) / name, every_s, GOODPUT[every_s]), 4)
         figures["steady_cost"] = round(steady_cost(Path(folder) / "steady", asked.rounds), 4)
         figures["mirror_cost"] = round(mirror_cost(Path(folder) / "mirror", asked.rounds), 4)
+    report(table, figures, asked.json)
+
+
+def on_devices(asked: argparse.Namespace) -> tuple[list[str], dict[str, float]]:
+    """The table and figures of simulated accelerators."""
+    from faults_sim import PLANS, measured_on_devices
+
+    with tempfile.TemporaryDirectory(prefix="paceline-faults-") as folder:
+        return measured_on_devices(Path(folder), asked.count, asked.plans.split(";") if asked.plans else PLANS)
+
+
+def report(table: list[str], figures: dict[str, float], as_json: bool) -> None:
+    """Print a table and the figures."""
     print(*table, "", sep="\n")
     for name, value in figures.items():
         print(f"{name:24} {value:g}")
     print(environment_line())
-    if asked.json:
+    if as_json:
         print_figures(figures)
 
 
@@ -216,34 +229,9 @@ def cost(folder: Path, rounds: int, plan: str, count: int, step_s: Callable[[lis
     return statistics.median(on / off for on, off in zip(found["on"], found["off"], strict=True))
 
 
-@contextmanager
-def training(
-    folder: Path, transport: str, name: str, *, steps: int, recovery: str = "on", plan: str = PLAN
-) -> Iterator[tuple[subprocess.Popen[bytes], Path]]:
-    """`paceline train` of the job, and its run directory; ended with the context."""
-    (cluster := folder / "cluster.yaml").write_text(yaml.safe_dump(CLUSTER))
-    command = command_of(folder, name, steps, plan) + (["--cluster", str(cluster)] if transport == "hosts" else [])
-    settings = {**os.environ, **SETTINGS, "PACELINE_RECOVERY": recovery}
-    with open(folder / f"{name}.log", "wb") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=log, env=settings)
-    try:
-        yield process, folder / name
-    finally:
-        if process.poll() is None:
-            process.kill()
-        process.wait()
-
-
 def training_on_hosts(folder: Path) -> AbstractContextManager[tuple[HostCommands, Path]]:
     """The same, started once per host."""
     return host_commands(command_of(folder, "faults", 10**7, PLAN), folder, "faults", {**os.environ, **SETTINGS})
-
-
-def command_of(folder: Path, name: str, steps: int, plan: str) -> list[str]:
-    """The command that trains the job for so many steps."""
-    job = folder / f"{name}.yaml"
-    job.write_text(yaml.safe_dump(JOB | {"stop": {"steps": steps}}))
-    return [str(BIN / "paceline"), "train", str(job), "--plan", plan, "--run", str(folder / name)]
 
 
 def hit(
@@ -277,25 +265,6 @@ def living(pid: int) -> psutil.Process | None:
     with suppress(psutil.NoSuchProcess):
         return psutil.Process(pid)
     return None
-
-
-def kill(rank: int, run: Path, launcher: subprocess.Popen[bytes], number: int = signal.SIGKILL) -> float:
-    """SIGKILL, or another signal, for a rank; returns when."""
-    for process in psutil.Process(launcher.pid).children(recursive=True):
-        try:
-            title = process.cmdline()
-        except psutil.Error:
-            continue
-        if title[:1] and title[0].startswith(f"paceline rank {rank} "):
-            at = time.time()
-            process.send_signal(number)
-            return at
-    raise RuntimeError(f"{run}: rank {rank} has no process")
-
-
-def losses(run: Path) -> dict[int, float]:
-    """Newest loss of every step."""
-    return {line["step"]: line["loss"] for line in read(run / "steps" / "rank-0.jsonl")}
 
 
 if __name__ == "__main__":

@@ -3,16 +3,24 @@
 A collective runs on a stream of its own, behind what the current stream holds at the call. A thread takes its inputs
 when they are computed, moves them with a process group for the CPU, and opens the gate that its stream waits at. `wait`
 orders the current stream behind it, and does not block the host. Until then outputs are NaN, or another value that
-nobody expects. Ranks that call different collectives, and ranks that do not come, are errors.
+nobody expects. Ranks that call different collectives, and ranks that do not come in time, are errors.
+
+A rank that is gone is not noticed, as on a GPU: the collective holds its stream until the time is over, or `abort` is
+called, by whatever thread. Aborted collectives leave garbage and no error, and later ones are refused; the device, its
+memory and its streams go on.
 """
 
 from __future__ import annotations
 
 import atexit
+import json
 import os
+import threading
+import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,13 +30,14 @@ from torch import Tensor
 from torch.distributed import DistBackendError
 
 from simulated.device import _C, TYPE
-from simulated.environment import INNER
+from simulated.environment import INIT_MS, INNER, LOG
 from simulated.faults import Faults
 from simulated.lane import Lane, Operation
-from simulated.signature import agree, check_message, header
+from simulated.signature import Mismatch, agree, check_message, header
 
 BACKEND = "simccl"
 GATHER, SCATTER = "_allgather_base", "_reduce_scatter_base"  # torch's names in groups of C++
+POLL_S = 20e-6, 5e-4  # the shortest and longest time between two looks for an end, or an abort
 Options = Any  # torch's options of a collective; each kind is a class of its own
 Tensors = Any  # a tensor, or sequences of such
 
@@ -41,7 +50,9 @@ class SimulatedGroup(dist.ProcessGroup):
         self._faults = Faults.from_environment()
         self._lanes: dict[tuple[str, torch.device], Lane] = {}
         self._batch: list[SimulatedWork] | None = None
-        self._closed = False
+        self._lock, self._closed, self._ended = threading.Lock(), False, False
+        self._aborted = threading.Event()
+        self._polls = not isinstance(inner, dist.ProcessGroupGloo)  # whose messages end only in `wait`
         self._end_at_exit = _ending(weakref.ref(self))
 
     # Collectives
@@ -55,6 +66,7 @@ class SimulatedGroup(dist.ProcessGroup):
         return self.allreduce(tensors, opts)
 
     def reduce(self, tensors: Sequence[Tensor], opts: Options) -> dist.Work:  # type: ignore[override]
+        opts = _options(c10d.ReduceOptions(), opts)
         name = f"reduce to rank {opts.rootRank}"
         return self._reducing(
             name, tensors, opts, lambda t: self._inner.reduce(t, opts), writes=self._is(opts.rootRank)
@@ -74,20 +86,21 @@ class SimulatedGroup(dist.ProcessGroup):
         return self._start(name, [], tensors, lambda outs, ins: call(ins), tensors)
 
     def broadcast(self, tensors: Sequence[Tensor], opts: Options) -> dist.Work:  # type: ignore[override]
+        opts = _options(c10d.BroadcastOptions(), opts)
         name = f"broadcast from rank {opts.rootRank}"
         if self._is(opts.rootRank):
             return self._start(name, [], tensors, lambda outs, ins: self._inner.broadcast(ins, opts), tensors)
         return self._start(name, tensors, [], lambda outs, ins: self._inner.broadcast(outs, opts), tensors)
 
     def allgather(self, outputs: Tensors, inputs: Tensors, opts: Options = None) -> dist.Work:
-        opts = opts or c10d.AllgatherOptions()
+        opts = _options(c10d.AllgatherOptions(), opts)
         return self._start("all_gather", outputs, inputs, lambda o, i: self._inner.allgather(o, i, opts), inputs)
 
     def all_gather_single(self, output: Tensor, tensor: Tensor, opts: Options = None) -> dist.Work:
         return self.all_gather_single_coalesced([output], [tensor], opts)
 
     def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Options = None) -> dist.Work:
-        opts = opts or c10d.AllgatherOptions()
+        opts = _options(c10d.AllgatherOptions(), opts)
         _check_ratio("all_gather", outputs, inputs, self.size())
 
         def call(outs: list[Tensor], ins: list[Tensor]) -> list[Any]:
@@ -119,10 +132,12 @@ class SimulatedGroup(dist.ProcessGroup):
         )
 
     def scatter(self, outputs: Tensors, inputs: Tensors, opts: Options) -> dist.Work:  # type: ignore[override]
+        opts = _options(c10d.ScatterOptions(), opts)
         name = f"scatter from rank {opts.rootRank}"
         return self._start(name, outputs, inputs, lambda o, i: self._inner.scatter(o, i, opts), outputs)
 
     def gather(self, outputs: Tensors, inputs: Tensors, opts: Options) -> dist.Work:  # type: ignore[override]
+        opts = _options(c10d.GatherOptions(), opts)
         name = f"gather to rank {opts.rootRank}"
         return self._start(name, outputs, inputs, lambda o, i: self._inner.gather(o, i, opts), inputs)
 
@@ -134,7 +149,7 @@ class SimulatedGroup(dist.ProcessGroup):
         input_sizes: Sequence[int],
         opts: Options = None,
     ) -> dist.Work:
-        opts = opts or c10d.AllToAllOptions()
+        opts = _options(c10d.AllToAllOptions(), opts)
 
         def call(outs: list[Tensor], ins: list[Tensor]) -> Any:
             return self._inner.alltoall_base(outs[0], ins[0], list(output_sizes), list(input_sizes), opts)
@@ -144,7 +159,7 @@ class SimulatedGroup(dist.ProcessGroup):
     alltoall_base = all_to_all_single  # type: ignore[assignment]
 
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Options = None) -> dist.Work:
-        opts = opts or c10d.AllToAllOptions()
+        opts = _options(c10d.AllToAllOptions(), opts)
         return self._start("all_to_all", outputs, inputs, lambda o, i: self._inner.alltoall(o, i, opts))
 
     def barrier(self, opts: Options = None) -> dist.Work:
@@ -156,7 +171,7 @@ class SimulatedGroup(dist.ProcessGroup):
 
     def send(self, tensors: Sequence[Tensor], receiver: int, tag: int = 0) -> dist.Work:
         def call(outs: list[Tensor], ins: list[Tensor]) -> list[Any]:
-            self._inner.send([header(ins[0])], receiver, tag).wait()
+            self._wait(self._inner.send([header(ins[0])], receiver, tag))
             return [self._inner.send(ins, receiver, tag)]
 
         return self._start(f"send to rank {receiver}", [], tensors, call, lane=f"to {receiver}")
@@ -164,7 +179,7 @@ class SimulatedGroup(dist.ProcessGroup):
     def recv(self, tensors: Sequence[Tensor], sender: int, tag: int = 0) -> dist.Work:
         def call(outs: list[Tensor], ins: list[Tensor]) -> list[Any]:
             announced = torch.empty_like(header(outs[0]))
-            self._inner.recv([announced], sender, tag).wait()
+            self._wait(self._inner.recv([announced], sender, tag))
             check_message(announced, outs[0], sender)
             return [self._inner.recv(outs, sender, tag)]
 
@@ -192,27 +207,48 @@ class SimulatedGroup(dist.ProcessGroup):
         """
         outs, ins = _flat(outputs), _flat(inputs)
         device = device or self._device_of(name, [*outs, *ins])
-        found = self._lanes.get((lane, device))
-        if found is None:
-            found = self._lanes[lane, device] = Lane(device, f"{BACKEND} {self._name} {lane}".strip(), self._faults)
-        if self._closed or found.broken:
-            raise DistBackendError(f"{name}: {found.broken or 'this process group was destroyed'}")
+        with self._lock:
+            if self._closed:
+                how = "aborted" if self._aborted.is_set() else "destroyed"
+                raise DistBackendError(f"{name}: this process group was {how}")
+            found = self._lanes.get((lane, device))
+            if found is None:
+                found = self._lanes[lane, device] = Lane(device, f"{BACKEND} {self._name} {lane}".strip(), self._faults)
+        if found.broken:
+            raise DistBackendError(f"{name}: {found.broken}")
         host = found.staged(outs, ins)
         signature = None if lane or self.size() == 1 else f"{name} {_sizes(_flat(signed or []))}"
 
         def run(position: int) -> None:
-            if signature is not None:
-                agree(self._inner, signature, position, self._name)
-            made = call(_like(outputs, host), _like(inputs, host))
-            for work in made if isinstance(made, list) else [made]:
-                if work is not None:
-                    work.wait()
+            begun = time.monotonic()
+            try:
+                if signature is not None:
+                    agree(self._inner, signature, position, self._name, self._wait)
+                made = call(_like(outputs, host), _like(inputs, host))
+                for work in made if isinstance(made, list) else [made]:
+                    if work is not None:
+                        self._wait(work)
+            except (Mismatch, ValueError):
+                raise
+            except Exception:
+                # A kernel on a device does not see that a peer is gone.
+                self._aborted.wait(max(0.0, begun + self._timeout.total_seconds() - time.monotonic()))
+                raise
 
         operation = found.launch(name, outs, ins, host, run)
         work = SimulatedWork(found, operation, outs, blocks=name == "barrier")
         if self._batch is not None:
             self._batch.append(work)
         return work
+
+    def _wait(self, work: Any) -> None:
+        """Wait for the inner group's work, which an abort ends."""
+        pause_s, longest_s = POLL_S
+        while self._polls and not work.is_completed():
+            if self._aborted.wait(pause_s):
+                raise DistBackendError("this process group was aborted")
+            pause_s = min(2 * pause_s, longest_s)
+        work.wait()
 
     def _device_of(self, name: str, tensors: Sequence[Tensor]) -> torch.device:
         devices = {tensor.device for tensor in tensors}
@@ -240,24 +276,36 @@ class SimulatedGroup(dist.ProcessGroup):
     # What torch asks of a group
 
     def shutdown(self) -> None:
-        """End the group when what was started is done."""
-        self._end(finish=True)
+        """End the group when what was started is done, or aborted by another thread."""
+        for lane in self._close():
+            lane.finish(self._timeout.total_seconds())
+        self._end("abort" if self._aborted.is_set() else "shutdown")
 
     def abort(self) -> None:
-        self._end(finish=False)
+        self._aborted.set()
+        for lane in self._close():
+            lane.abort()
+        self._end("abort")
 
-    def _end(self, *, finish: bool) -> None:
-        if self._closed:
-            return
-        self._closed = True
+    def _close(self) -> list[Lane]:
+        with self._lock:
+            self._closed = True
+            return list(self._lanes.values())
+
+    def _end(self, how: str) -> None:
+        with self._lock:
+            if self._ended:
+                return
+            self._ended = True
+        _note_end()
         atexit.unregister(self._end_at_exit)
-        lanes = list(self._lanes.values())
-        if finish:
-            for lane in lanes:
-                lane.finish(self._timeout.total_seconds())
-        getattr(self._inner, "shutdown" if finish else "abort", lambda: None)()
-        for lane in lanes:
+        end_inner = getattr(self._inner, how, lambda: None)
+        if not self._polls:
+            end_inner()
+        for lane in self._lanes.values():
             lane.end()
+        if self._polls:
+            end_inner()
         self._lanes.clear()
 
     def _get_backend(self, device: torch.device) -> Any:
@@ -359,11 +407,14 @@ class Batch(dist.Work):
 
 
 def _options(made: Any, given: Any) -> Any:
-    """Options of one collective, from those of another kind or the reduction alone."""
-    if given is not None:
+    """Options of one collective of the inner group, from those of any kind or the reduction alone."""
+    if isinstance(given, type(made)):
+        made = given
+    elif given is not None:
         made.reduceOp = getattr(given, "reduceOp", given)
         if timeout := getattr(given, "timeout", None):
             made.timeout = timeout
+    made.asyncOp = True  # so that an abort ends the wait
     return made
 
 
@@ -429,7 +480,33 @@ def inner_group(options: Any) -> Any:
 
 
 def _create(options: Any, _: Any) -> SimulatedGroup:
-    return SimulatedGroup(inner_group(options), options.timeout, options.group_id)
+    init_s = float(os.environ.get(INIT_MS) or 0) / 1000
+    time.sleep(init_s)
+    group = SimulatedGroup(inner_group(options), options.timeout, options.group_id)
+    if folder := os.environ.get(LOG):
+        note(Path(folder), options.group_size, init_s)
+    return group
+
+
+_ended_at = [0]  # the device's allocations when a group ended last
+
+
+def _note_end() -> None:
+    _ended_at[0] = _C.allocations(torch.accelerator.current_device_index())
+
+
+def note(folder: Path, size: int, init_s: float) -> None:
+    """Write down that this process has a new group: when, as which rank of the run, and what its device has kept.
+
+    `held_bytes` is all memory of the device that is allocated, and `kept_bytes` the part of it that was so before a
+    group of this process ended last.
+    """
+    device = torch.accelerator.current_device_index()
+    line = {"time": time.time(), "rank": int(os.environ.get("RANK", 0)), "size": size, "init_s": init_s}
+    line["held_bytes"] = _C.bytes_older_than(device, _C.allocations(device))
+    line["kept_bytes"] = _C.bytes_older_than(device, _ended_at[0])
+    with open(folder / f"{os.getpid()}.jsonl", "a") as file:
+        file.write(json.dumps(line) + "\n")
 
 
 def register() -> None:

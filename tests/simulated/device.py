@@ -64,13 +64,19 @@ def set_memory_limit(limit_bytes: int, device: Any = None) -> None:
     _C.set_memory_limit(_index(device), limit_bytes)
 
 
-def die_at_launch(launch: int, device: Any = None) -> None:
-    """Lose the device at this launch, counted from its first (`launches`); every later call on it fails."""
-    _C.die_at_launch(_index(device), launch)
-
-
 def launches(device: Any = None) -> int:
+    """Kernels and copies so far, which planted faults count as well."""
     return int(_C.launches(_index(device)))
+
+
+def allocations(device: Any = None) -> int:
+    """Allocations so far."""
+    return int(_C.allocations(_index(device)))
+
+
+def bytes_older_than(allocation: int, device: Any = None) -> int:
+    """Bytes that have been held since the allocation of this number, or for longer."""
+    return int(_C.bytes_older_than(_index(device), allocation))
 
 
 def forget_waits(forget: bool) -> None:

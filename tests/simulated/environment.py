@@ -24,12 +24,24 @@ INNER = "PACELINE_SIMULATED_INNER"
 """Process group that carries the bytes: shm (as without it), tcp or gloo."""
 DELAY_MS = "PACELINE_SIMULATED_DELAY_MS"
 """`least:most` milliseconds from a collective's call until it begins by itself, if nobody waits for it earlier."""
-DIES = "PACELINE_SIMULATED_DIES"
-"""`rank:launch`: that rank's device is lost at that launch, in the first attempt of a run."""
+FAULT = "PACELINE_SIMULATED_FAULT"
+"""`kind:rank:number`, or several of them behind commas: faults of that rank's device, in its first process only.
+
+- `lost`, `ecc`, `failure`: at this launch the device is lost, has an uncorrectable error, or fails. Every later call
+  raises an AcceleratorError.
+- `memory`: the next allocation after this launch is an OutOfMemoryError.
+- `hang`: the kernel of this launch never ends, and nothing behind it in its stream begins. No abort changes that.
+- `slow`: matrix products take so many times as long.
+- `wrong`: one bit of every matrix product of this number, and of its multiples, is wrong.
+"""
 TIMES_OUT = "PACELINE_SIMULATED_TIMES_OUT"
 """`rank:number`: that rank does not come to its collective or message of this number, in the first attempt."""
 LINK = "PACELINE_SIMULATED_LINK"
-"""`factor:milliseconds`: collectives take so many times as long, and at least so long."""
+"""`factor:milliseconds`: collectives take so many times as long, and at least so long; `…:rank`: only that rank's."""
+INIT_MS = "PACELINE_SIMULATED_INIT_MS"
+"""Milliseconds that the creation of each process group takes, as that of communicators does."""
+LOG = "PACELINE_SIMULATED_LOG"
+"""A folder: each process writes a line of JSON for every process group that it creates (`collectives.note`)."""
 
 
 def simulated_environment(
@@ -42,9 +54,11 @@ def simulated_environment(
     trace_waits: bool = False,
     inner: str = "shm",
     delay_ms: str = "",
-    dies: str = "",
+    fault: str = "",
     times_out: str = "",
     link: str = "",
+    init_ms: float = 0,
+    log: str = "",
 ) -> dict[str, str]:
     """The variables for a process and those that it starts; builds the library first, unless that is done.
 
@@ -62,9 +76,11 @@ def simulated_environment(
         TRACE_WAITS: "1" if trace_waits else "",
         INNER: inner,
         DELAY_MS: delay_ms,
-        DIES: dies,
+        FAULT: fault,
         TIMES_OUT: times_out,
         LINK: link,
+        INIT_MS: str(init_ms or ""),
+        LOG: log,
     }
     return {LOADED: "1", "PYTHONPATH": os.pathsep.join(path)} | {name: text for name, text in values.items() if text}
 

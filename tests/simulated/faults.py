@@ -1,4 +1,4 @@
-"""Failures on demand of the collective library; those of a device are in `csrc/streams.cpp`."""
+"""Failures on demand of the collective library; those of a device are in `csrc/faults.cpp`."""
 
 from __future__ import annotations
 
@@ -24,9 +24,12 @@ class Faults:
     @classmethod
     def from_environment(cls) -> Faults:
         """The failures that PACELINE_SIMULATED_… names for this rank."""
+        rank = os.environ.get("RANK", "0")
         who, _, at = os.environ.get(TIMES_OUT, "").partition(":")
-        mine = who == os.environ.get("RANK", "0") and int(os.environ.get("PACELINE_ATTEMPT", 0)) == 0
-        factor, _, least_ms = os.environ.get(LINK, "").partition(":")
+        mine = who == rank and int(os.environ.get("PACELINE_ATTEMPT", 0)) == 0
+        factor, least_ms, whose = (*os.environ.get(LINK, "").split(":"), "", "")[:3]
+        if whose not in ("", rank):
+            factor = least_ms = ""
         return cls(int(at) if at and mine else 0, float(factor or 1), float(least_ms or 0))
 
     def before(self, name: str) -> None:

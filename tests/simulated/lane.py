@@ -7,6 +7,7 @@ import queue
 import random
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -41,12 +42,18 @@ class Operation:
 
 
 class Lane:
-    """A stream and its thread, which starts with the first operation."""
+    """A stream and its thread, which starts with the first operation.
+
+    Attributes:
+        broken: why nothing can be started any more; empty while it can.
+    """
 
     def __init__(self, device: torch.device, name: str, faults: Faults) -> None:
         self.device, self.stream, self.broken = device, torch.Stream(device), ""
         self._name, self._faults = name, faults
         self._operations: queue.SimpleQueue[Operation | None] = queue.SimpleQueue()
+        self._lock, self._aborted = threading.Lock(), False
+        self._pending: deque[Operation] = deque()  # whose gates are closed
         self._thread: threading.Thread | None = None
         self._position = 0
         rank = int(os.environ.get("RANK", 0))
@@ -92,10 +99,14 @@ class Lane:
         done.record(self.stream)
         operation = Operation(name, gate, run, done, [*outputs, *inputs])
         operation.due = time.monotonic() + self._dice.uniform(*_delays_ms()) / 1000
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._work, name=self._name, daemon=True)
-            self._thread.start()
-        self._operations.put(operation)
+        with self._lock:
+            self._pending.append(operation)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._work, name=self._name, daemon=True)
+                self._thread.start()
+            self._operations.put(operation)
+        if self._aborted:  # meanwhile, by another thread
+            self.abort()
         return operation
 
     def finish(self, deadline_s: float) -> None:
@@ -105,8 +116,16 @@ class Lane:
         while self._thread is not None and self._thread.is_alive() and not self.broken and time.monotonic() < until:
             self._thread.join(0.05)
 
+    def abort(self) -> None:
+        """End what has been started, from any thread: outputs are garbage, and the device goes on."""
+        with self._lock:
+            self._aborted, self.broken = True, self.broken or "this process group was aborted"
+            pending = list(self._pending)
+        for operation in pending:
+            _C.abort_gate(operation.gate, operation.kept)
+
     def end(self) -> None:
-        """End the thread; what it waits for has to be aborted before."""
+        """End the thread; what it waits for has to be done or aborted before."""
         self.broken = self.broken or "this process group was destroyed"
         self._operations.put(None)
         if self._thread is not None and self._thread is not threading.current_thread():
@@ -117,14 +136,19 @@ class Lane:
             try:
                 self._carry_out(operation)
             except Exception as error:  # noqa: BLE001 - raised where the host waits
-                self.broken = operation.error = self.broken or f"{operation.name} failed: {error}"
-                _C.open_gate(operation.gate, operation.error)
+                if not self._aborted:
+                    self.broken = operation.error = self.broken or f"{operation.name} failed: {error}"
+                    _C.open_gate(operation.gate, operation.error)
+            with self._lock:
+                self._pending.popleft()
             operation.release()
 
     def _carry_out(self, operation: Operation) -> None:
         if self.broken:
             raise RuntimeError(self.broken)
         _C.wait_until_due(operation.gate, max(0.0, operation.due - time.monotonic()))
+        if self._aborted:
+            return
         self._position += 1
         self._faults.before(operation.name)
         begin = time.monotonic()

@@ -69,7 +69,7 @@ def test_a_rank_that_does_not_come_is_named(simulated: Simulated) -> None:
 
 def test_a_rank_whose_device_is_lost_is_named(simulated: Simulated) -> None:
     with pytest.raises(RankError, match="Xid 79"):
-        simulated.ranks(2, sums_for_ever, dies="1:40")
+        simulated.ranks(2, sums_for_ever, fault="lost:1:40")
 
 
 def test_a_slow_link_slows(simulated: Simulated) -> None:
@@ -302,6 +302,8 @@ def text_of_absence() -> str:
 
 
 def sums_for_ever() -> None:
+    assert dist.group.WORLD is not None
+    dist.group.WORLD.set_timeout(timedelta(seconds=2))
     tensor = torch.ones(4, device=f"sim:{dist.get_rank()}")
     while True:
         dist.all_reduce(tensor.mul_(0.5))

@@ -1,5 +1,6 @@
 // One translation unit: torch's headers, which take most of the time of a build, are read once.
 #include "streams.cpp"
+#include "faults.cpp"
 #include "memory.cpp"
 #include "device.cpp"
 #include "signature.cpp"

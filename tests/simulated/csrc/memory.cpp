@@ -59,6 +59,17 @@ void free_block(void* pointer) {
   }
 }
 
+[[noreturn]] void refuse(Lock& lock, DeviceIndex index, size_t bytes) {
+  DeviceState& device = world().device[index];
+  device.stats.num_ooms++;
+  const auto allocated = device.stats.allocated_bytes[kAll].current;
+  const size_t limit = device.limit ? device.limit : kTotalMemory;
+  lock.unlock();
+  C10_THROW_ERROR(OutOfMemoryError, c10::str("sim out of memory. Tried to allocate ", bytes, " bytes. Device ",
+                                             int(index), " has a total capacity of ", limit, " bytes, of which ",
+                                             allocated, " are allocated."));
+}
+
 Block* new_block(Lock& lock, Place place, size_t bytes) {
   DeviceState& device = world().device[place.device];
   auto over = [&] { return device.limit && size_t(device.stats.reserved_bytes[kAll].current) + bytes > device.limit; };
@@ -68,15 +79,8 @@ Block* new_block(Lock& lock, Place place, size_t bytes) {
     reclaim(device);
     release_cached(device);
   }
-  if (over()) {
-    device.stats.num_ooms++;
-    const auto allocated = device.stats.allocated_bytes[kAll].current;
-    lock.unlock();
-    TORCH_CHECK_WITH(OutOfMemoryError, false, "sim out of memory. Tried to allocate ", bytes, " bytes. Device ",
-                     int(place.device), " has a total capacity of ", device.limit, " bytes, of which ", allocated,
-                     " are allocated.");
-  }
-  auto* block = new Block{aligned_memory(bytes), bytes, place, {}};
+  if (over()) refuse(lock, place.device, bytes);
+  auto* block = new Block{aligned_memory(bytes), bytes, place, 0, {}};
   memset(block->ptr, 0xFF, bytes);
   device.stats.reserved_bytes[kAll].increase(bytes);
   device.stats.num_device_alloc++;
@@ -92,6 +96,7 @@ struct Allocator final : c10::DeviceAllocator {
     Lock lock = enter(index);
     DeviceState& device = world().device[index];
     reclaim(device);
+    if (std::exchange(device.out_of_memory, false)) refuse(lock, index, bytes);
     auto& cached = device.cached[{place.stream, bytes}];
     Block* block = nullptr;
     if (cached.empty()) {
@@ -102,6 +107,7 @@ struct Allocator final : c10::DeviceAllocator {
     }
     device.stats.allocated_bytes[kAll].increase(bytes);
     device.stats.allocation[kAll].increase(1);
+    block->number = ++device.allocations;
     void* pointer = block->ptr;
     world().blocks[pointer] = block;
     // In the order of the stream: what it runs before may still use the memory.
@@ -191,6 +197,16 @@ bool is_pinned(const void* pointer) {
   const auto* at = static_cast<const char*>(pointer);
   auto after = world().pinned.upper_bound(at);
   return after != world().pinned.begin() && at < (--after)->first + after->second;
+}
+
+// What a device has held since an allocation of this number, or longer.
+size_t bytes_older_than(DeviceIndex device, uint64_t allocation) {
+  Lock lock(world().lock);
+  size_t found = 0;
+  for (auto& [pointer, block] : world().blocks) {
+    if (block->place.device == device && block->number <= allocation) found += block->bytes;
+  }
+  return found;
 }
 
 void record_use(const c10::DataPtr& data, Stream stream) {

@@ -11,12 +11,12 @@ struct PyGate {  // a place in a stream that is passed when Python says so
   uint64_t inputs;  // tasks of the stream before it
 };
 
-// Waits until somebody needs what is behind a gate, at most for so long, then runs what is before.
+// Waits until somebody needs what is behind a gate, at most for so long, then runs what is before; ends at an abort.
 void wait_until_due(const PyGate& gate, double seconds) {
   Lock lock = enter(gate.place.device);
   const auto until = std::chrono::steady_clock::now() + std::chrono::duration<double>(seconds);
-  world().changed.wait_until(lock, until, [&] { return gate.gate->wanted; });
-  run_until(lock, gate.place, gate.inputs);
+  world().changed.wait_until(lock, until, [&] { return gate.gate->wanted || gate.gate->open; });
+  run_until(lock, gate.place, gate.inputs, gate.gate.get());
   lock.unlock();
   enter(gate.place.device);  // raises if the device was lost meanwhile
 }
@@ -24,12 +24,25 @@ void wait_until_due(const PyGate& gate, double seconds) {
 // Opens a gate; with an error, what is behind it does nothing, and the next wait of the host raises.
 void open_gate(const PyGate& gate, const std::string& error) {
   Lock lock(world().lock);
-  gate.gate->open = true;
+  if (std::exchange(gate.gate->open, true)) return;  // it was aborted
   gate.gate->failed = !error.empty();
   DeviceState& device = world().device[gate.place.device];
   if (gate.gate->failed && !device.error) {
     device.error = std::make_exception_ptr(c10::DistBackendError({__func__, __FILE__, uint32_t(__LINE__)}, error));
   }
+  announce();
+  run_all_ready(lock);
+}
+
+// Opens a gate, unless it is open: what is behind it leaves garbage, and no error. Tensors are kept until then.
+void abort_gate(const PyGate& gate, const std::vector<Tensor>& tensors) {
+  std::vector<Storage> kept;
+  for (const Tensor& tensor : tensors) kept.push_back(tensor.storage());
+  Lock lock(world().lock);
+  if (std::exchange(gate.gate->open, true)) return;
+  gate.gate->aborted = true;
+  Queue& queue = queue_of(gate.place);
+  queue.tasks.push_back({[kept = std::move(kept)] {}, nullptr, nullptr, ++queue.issued});
   announce();
   run_all_ready(lock);
 }
@@ -51,12 +64,19 @@ void read(DeviceIndex device, StreamId stream, const Tensor& source, const Tenso
           }});
 }
 
+// What an aborted collective leaves: every other tensor stays poisoned, the rest look like numbers.
+void leave_garbage(Tensor& to) {
+  static std::atomic<uint64_t> left = 0;
+  if (++left % 2 == 0 && to.is_floating_point()) to.fill_(100);
+}
+
 // Enqueues the copy back, unless the gate before it has failed.
 void write(const PyGate& gate, const Tensor& host, const Tensor& target) {
   Lock lock = enter(gate.place.device);
   enqueue(lock, gate.place, {[gate = gate.gate, from = host, to = host_view(target)]() mutable {
             KernelsOnly kernels;
-            if (!gate->failed) to.copy_(from);
+            if (gate->aborted) leave_garbage(to);
+            else if (!gate->failed) to.copy_(from);
           }});
 }
 
@@ -114,8 +134,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   });
   m.def("forget_waits", [](bool forget) { world().forgets_waits = forget; });
   m.def("set_memory_limit", [](int device, size_t bytes) { device_at(device).limit = bytes; });
-  m.def("die_at_launch", [](int device, uint64_t launch) { device_at(device).dies_at = launch; });
   m.def("launches", [](int device) { return device_at(device).launches; });
+  m.def("allocations", [](int device) { return device_at(device).allocations; });
+  m.def("bytes_older_than", &bytes_older_than);
   m.def("is_in_bad_fork", [] { return world().bad_fork; });
   m.def("is_used", [] { return world().used; });
   m.def("default_generator", [](int device) {
@@ -147,5 +168,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("gate", torch::wrap_pybind_function_no_gil(&new_gate));
   m.def("wait_until_due", torch::wrap_pybind_function_no_gil(&wait_until_due));
   m.def("open_gate", torch::wrap_pybind_function_no_gil(&open_gate));
+  m.def("abort_gate", torch::wrap_pybind_function_no_gil(&abort_gate));
   pybind11::class_<PyGate>(m, "Gate");
 }

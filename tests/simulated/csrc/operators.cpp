@@ -275,9 +275,15 @@ class Call {
     for (size_t i = 0; i < args.size(); i++) {
       if (schema.arguments()[i].name() == "generator") generator = int(i);
     }
-    return [op = op, random = random, seed = seed, generator](std::vector<IValue>& stack) {
+    const bool spoiled = spoils(device, schema.name());
+    return [op = op, random = random, seed = seed, generator, spoiled, device = device](std::vector<IValue>& stack) {
       KernelsOnly kernels;
-      if (!random) return op.callBoxed(&stack);
+      const auto begun = std::chrono::steady_clock::now();
+      if (!random) {
+        op.callBoxed(&stack);
+        if (spoiled) spoil(device, stack[0].toTensor(), begun);
+        return;
+      }
       at::Generator own = at::detail::createCPUGenerator(seed);
       if (generator >= 0) {
         stack[generator] = own;

@@ -16,7 +16,7 @@ void refuse_if_lost(Lock& lock, DeviceIndex device) {
   if (world().device[device].lost.empty()) return;
   std::string why = world().device[device].lost;
   if (lock.owns_lock()) lock.unlock();
-  throw c10::AcceleratorError({__func__, __FILE__, uint32_t(__LINE__)}, 79, why);
+  throw c10::AcceleratorError({__func__, __FILE__, uint32_t(__LINE__)}, world().device[device].lost_code, why);
 }
 
 void raise_pending_error(Lock& lock, DeviceIndex device) {
@@ -140,11 +140,10 @@ void configure() {
   world().dice.seed(number("PACELINE_SIMULATED_SEED") * 1009 + rank);
   world().asleep = world().dice();
   if (!text("PACELINE_SIMULATED_ORDER").empty()) world().order = order_named(text("PACELINE_SIMULATED_ORDER"));
-  unsigned long long who = 0, at = 0;
-  const bool dies = sscanf(text("PACELINE_SIMULATED_DIES").c_str(), "%llu:%llu", &who, &at) == 2 && who == rank;
+  const bool again = number("PACELINE_ATTEMPT") || number("PACELINE_STARTS");
   for (DeviceState& device : world().device) {
     device.limit = number("PACELINE_SIMULATED_MEMORY");
-    if (dies && number("PACELINE_ATTEMPT") == 0) device.dies_at = at;
+    device.faults = planted_faults(again ? "" : text("PACELINE_SIMULATED_FAULT"), rank);
   }
 }
 
@@ -188,24 +187,20 @@ uint64_t enqueue(Lock& lock, Place place, Task task) {
   return seq;
 }
 
-// Enqueues a kernel, and counts it; the launch that a device is to die at kills it.
+// Enqueues a kernel, and counts it; planted faults strike at their launch.
 void launch(Place place, std::function<void()> kernel) {
   Lock lock = enter(place.device);
-  DeviceState& device = world().device[place.device];
   world().counts.launches++;
-  if (++device.launches == device.dies_at) {
-    device.lost = c10::str("sim error: device ", int(place.device), " has fallen off the bus (Xid 79), at its launch ",
-                           device.launches, ". Every later call on it fails.");
-    announce();
-    refuse_if_lost(lock, place.device);
-  }
+  world().device[place.device].launches++;
+  strike(lock, place);
   Queue& queue = queue_of(place);
   queue.last_launch = queue.issued + 1;
   enqueue(lock, place, {std::move(kernel)});
 }
 
-void run_until(Lock& lock, Place place, uint64_t seq) {
-  while (queue_of(place).done < seq) {
+void run_until(Lock& lock, Place place, uint64_t seq, const Gate* unless_open) {
+  while (queue_of(place).done < seq && !(unless_open && unless_open->open)) {
+    refuse_if_lost(lock, place.device);
     if (!step(lock, place, true)) wait_for_change(lock);
   }
 }

@@ -53,8 +53,12 @@ struct Event {
   double ms = -1;
   int queries = 0;
 };
-struct Gate {  // closed until something that happens outside of the device is there
-  bool open = false, wanted = false, failed = false;
+struct Gate {  // closed until something that happens outside of the device is there, or is given up
+  bool open = false, wanted = false, failed = false, aborted = false;
+};
+struct Fault {  // planted in a device; the number is a launch, a factor or a period, as the kind needs
+  std::string kind;
+  uint64_t number;
 };
 struct Task {
   std::function<void()> run;      // a kernel, or
@@ -71,6 +75,7 @@ struct Block {
   void* ptr;
   size_t bytes;
   Place place;
+  uint64_t number;  // of its allocation
   std::map<StreamId, uint64_t> used;  // by other streams, until so many of their tasks are done
 };
 struct DeviceState {
@@ -83,7 +88,10 @@ struct DeviceState {
   at::Generator generator;
   std::exception_ptr error;  // of a task; raised by the next wait of the host
   std::string lost;          // why every call fails from now on; empty while the device lives
-  uint64_t launches = 0, dies_at = 0;
+  int32_t lost_code = 0;
+  uint64_t launches = 0, allocations = 0;
+  std::vector<Fault> faults;
+  bool out_of_memory = false;  // the next allocation fails
 };
 struct Counts {
   uint64_t launches = 0, host_waits = 0, idle_waits = 0, synchronizing_operators = 0;
@@ -132,7 +140,7 @@ Order order_named(const std::string& name);
 Lock enter(DeviceIndex device);
 uint64_t enqueue(Lock& lock, Place place, Task task);
 void launch(Place place, std::function<void()> kernel);
-void run_until(Lock& lock, Place place, uint64_t seq);
+void run_until(Lock& lock, Place place, uint64_t seq, const Gate* unless_open = nullptr);
 void run_device(Lock& lock, DeviceIndex device);
 void run_all_ready(Lock& lock);
 void wait_on_host(const std::string& kind, Place place, uint64_t seq = UINT64_MAX);
@@ -141,11 +149,18 @@ void announce();
 bool is_over(const Event& event);
 bool query(Lock& lock, Event& event);
 
+// faults.cpp
+std::vector<Fault> planted_faults(const std::string& text, uint64_t rank);
+void strike(Lock& lock, Place place);
+bool spoils(DeviceIndex device, const std::string& op);
+void spoil(DeviceIndex device, const Tensor& product, std::chrono::steady_clock::time_point begun);
+
 // memory.cpp
 c10::DeviceAllocator& allocator();
 at::HostAllocator& pinned_allocator();
 bool is_pinned(const void* pointer);
 void record_use(const c10::DataPtr& data, Stream stream);
+size_t bytes_older_than(DeviceIndex device, uint64_t allocation);
 
 // device.cpp
 uint64_t next_seed(const std::optional<at::Generator>& given, DeviceIndex device);
