@@ -25,7 +25,9 @@ INNER = "PACELINE_SIMULATED_INNER"
 DELAY_MS = "PACELINE_SIMULATED_DELAY_MS"
 """`least:most` milliseconds from a collective's call until it begins by itself, if nobody waits for it earlier."""
 FAULT = "PACELINE_SIMULATED_FAULT"
-"""`kind:rank:number`, or several of them behind commas: faults of that rank's device, in its first process only.
+"""`kind:rank:number`, or several of them behind commas: faults of that rank's device, in the first attempt of a run.
+
+Every process that takes the rank's place has them as well; with `kind:rank:number:once` only the first has them.
 
 - `lost`, `ecc`, `failure`: at this launch the device is lost, has an uncorrectable error, or fails. Every later call
   raises an AcceleratorError.

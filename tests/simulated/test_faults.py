@@ -177,7 +177,7 @@ def time_of_a_group() -> float:
     [("lost", "Xid 79"), ("ecc", "uncorrectable ECC error encountered"), ("failure", "unspecified launch failure")],
 )
 def test_a_device_that_failed_fails_every_later_call(simulated: Simulated, kind: str, text: str) -> None:
-    simulated.ranks(1, fails_for_good, text, fault=f"{kind}:0:5", devices=2)
+    simulated.ranks(1, fails_for_good, text, fault=f"slow:1:2,{kind}:0:5:once", devices=2)
 
 
 def fails_for_good(text: str) -> None:
@@ -285,15 +285,3 @@ def wrong_elements() -> list[int]:
 def test_a_fault_that_does_not_exist_is_refused(simulated: Simulated) -> None:
     with pytest.raises(RankError, match="no fault of a simulated device"):
         simulated.ranks(1, times_out_of_memory, fault="lots:0:3")
-
-
-def test_a_process_that_takes_the_place_of_another_has_no_fault(
-    simulated: Simulated, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert simulated.ranks(1, sums_of_a_replacement, fault="lost:0:2") == [4.0]
-
-
-def sums_of_a_replacement() -> float:
-    os.environ["PACELINE_STARTS"] = "1"
-    tensor = torch.ones(4, device=DEVICE)
-    return tensor.add_(1).sub_(1).sum().item()

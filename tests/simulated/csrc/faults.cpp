@@ -20,16 +20,18 @@ const std::set<std::string> kOthers = {"memory", "hang", "slow", "wrong"};
 const std::set<std::string> kProducts = {"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm"};
 }  // namespace
 
-// The faults of a rank in `kind:rank:number,…`.
-std::vector<Fault> planted_faults(const std::string& text, uint64_t rank) {
+// The faults of a rank in `kind:rank:number,…`; those with `:once` behind them only in its first process.
+std::vector<Fault> planted_faults(const std::string& text, uint64_t rank, bool first) {
   std::vector<Fault> found;
   std::istringstream faults(text);
   for (std::string fault; std::getline(faults, fault, ',');) {
-    char kind[16];
+    char kind[16], times[8] = "";
     unsigned long long who, number;
-    const bool whole = sscanf(fault.c_str(), "%15[a-z]:%llu:%llu", kind, &who, &number) == 3 && number > 0;
-    TORCH_CHECK(whole && (kSticky.count(kind) || kOthers.count(kind)), "no fault of a simulated device: ", fault);
-    if (who == rank) found.push_back({kind, number});
+    const bool whole = sscanf(fault.c_str(), "%15[a-z]:%llu:%llu:%7[a-z]", kind, &who, &number, times) > 2 && number;
+    const bool once = std::string(times) == "once";
+    TORCH_CHECK(whole && (once || !times[0]) && (kSticky.count(kind) || kOthers.count(kind)),
+                "no fault of a simulated device: ", fault);
+    if (who == rank && (first || !once)) found.push_back({kind, number});
   }
   return found;
 }

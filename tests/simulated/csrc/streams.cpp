@@ -140,10 +140,10 @@ void configure() {
   world().dice.seed(number("PACELINE_SIMULATED_SEED") * 1009 + rank);
   world().asleep = world().dice();
   if (!text("PACELINE_SIMULATED_ORDER").empty()) world().order = order_named(text("PACELINE_SIMULATED_ORDER"));
-  const bool again = number("PACELINE_ATTEMPT") || number("PACELINE_STARTS");
+  const std::string faults = number("PACELINE_ATTEMPT") ? "" : text("PACELINE_SIMULATED_FAULT");
   for (DeviceState& device : world().device) {
     device.limit = number("PACELINE_SIMULATED_MEMORY");
-    device.faults = planted_faults(again ? "" : text("PACELINE_SIMULATED_FAULT"), rank);
+    device.faults = planted_faults(faults, rank, number("PACELINE_STARTS") == 0);
   }
 }
 

@@ -150,7 +150,7 @@ bool is_over(const Event& event);
 bool query(Lock& lock, Event& event);
 
 // faults.cpp
-std::vector<Fault> planted_faults(const std::string& text, uint64_t rank);
+std::vector<Fault> planted_faults(const std::string& text, uint64_t rank, bool first);
 void strike(Lock& lock, Place place);
 bool spoils(DeviceIndex device, const std::string& op);
 void spoil(DeviceIndex device, const Tensor& product, std::chrono::steady_clock::time_point begun);
