@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from commands import (
+    ended,
     ended_well,
     events,
     kill_rank,
@@ -24,20 +25,20 @@ from commands import (
 from simulated.environment import Simulated
 
 WHAT = Path(__file__).parents[1] / "faults" / "what_goes_wrong.py"
-STEPS = 40
+STEPS = 100
 
 
 @pytest.fixture(scope="module")
 def job(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """40 steps, 6 in an epoch, with an evaluation after each epoch."""
+    """100 steps, 6 in an epoch, with an evaluation after each epoch."""
     return write_job(
         tmp_path_factory.mktemp("job") / "job.yaml",
         model={"factory": f"{WHAT}:net", "args": {"width": 16}},
-        data=points(0.15, samples=112),
+        data=points(0.15, samples=112, sleep_s=0.003),
         optimizer={"name": "adamw", "lr": 0.01},
         stop={"steps": STEPS},
-        checkpoint={"every_steps": 15},
-        deadline_s=60,
+        checkpoint={"every_steps": 1000},
+        deadline_s=10,
     )
 
 
@@ -111,7 +112,7 @@ def test_a_rank_of_the_only_replica_comes_back_from_copies_in_the_hosts_memory(
 def test_a_device_that_is_lost_again_and_again_is_left_out_and_no_step_is_lost(
     job: Path, undisturbed: dict[int, float], devices: Callable[..., None], tmp_path: Path
 ) -> None:
-    devices(dies="1:400")
+    devices(fault="lost:1:400")
     with training(job, tmp_path, "dp=2") as (process, run):
         ended_well(process)
     lost = events(run, "lost")
@@ -119,3 +120,41 @@ def test_a_device_that_is_lost_again_and_again_is_left_out_and_no_step_is_lost(
     assert [event["again"] for event in lost][-1:] == [len(lost) < 3]
     assert losses(run) == pytest.approx(undisturbed, rel=1e-5)
     assert not events(run, "resume")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("fault", "plan", "code"),
+    [
+        ("ecc:1:400:once", "dp=2", "launch.device_failed"),
+        ("lost:3:900:once", "dp=2 fsdp=2", "launch.device_failed"),
+        ("hang:1:777:once", "dp=2", "launch.rank_hung"),
+    ],
+)
+def test_a_rank_whose_device_fails_or_hangs_is_replaced(
+    fault: str,
+    plan: str,
+    code: str,
+    job: Path,
+    undisturbed: dict[int, float],
+    devices: Callable[..., None],
+    tmp_path: Path,
+) -> None:
+    devices(fault=fault)
+    with training(job, tmp_path, plan) as (process, run):
+        ended_well(process)
+    rank = int(fault.split(":")[1])
+    assert [(event["rank"], event["code"], event["again"]) for event in events(run, "lost")] == [(rank, code, True)]
+    assert losses(run) == pytest.approx(undisturbed, rel=1e-5)
+    assert not events(run, "resume")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", ["failure:1:400", "memory:1:400"])
+def test_an_error_that_the_users_code_may_have_caused_ends_the_run(
+    fault: str, job: Path, devices: Callable[..., None], tmp_path: Path
+) -> None:
+    devices(fault=fault)
+    with training(job, tmp_path, "dp=2") as (process, run):
+        assert ended(process).code == 1
+    assert not events(run, "lost")

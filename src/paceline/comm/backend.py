@@ -102,6 +102,7 @@ def join(*, deadline_s: float = 300.0, transport: str = "auto", generation: Gene
             _keep_gloo_to_the_interface()
         elif generation is not None:
             interruption = Interruption(device)
+            deadline_s *= 2  # the supervisor ends waits at the deadline, because it knows which rank is late
         try:
             dist.init_process_group(
                 backend,
