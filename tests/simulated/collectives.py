@@ -488,11 +488,11 @@ def _create(options: Any, _: Any) -> SimulatedGroup:
     return group
 
 
-_ended_at = [0]  # the device's allocations when a group ended last
+_ended_at: dict[int, int] = {}  # allocations of each device when a group ended last
 
 
 def _note_end() -> None:
-    _ended_at[0] = _C.allocations(torch.accelerator.current_device_index())
+    _ended_at.update({device: _C.allocations(device) for device in range(_C.device_count())})
 
 
 def note(folder: Path, size: int, init_s: float) -> None:
@@ -504,7 +504,7 @@ def note(folder: Path, size: int, init_s: float) -> None:
     device = torch.accelerator.current_device_index()
     line = {"time": time.time(), "rank": int(os.environ.get("RANK", 0)), "size": size, "init_s": init_s}
     line["held_bytes"] = _C.bytes_older_than(device, _C.allocations(device))
-    line["kept_bytes"] = _C.bytes_older_than(device, _ended_at[0])
+    line["kept_bytes"] = _C.bytes_older_than(device, _ended_at.get(device, 0))
     with open(folder / f"{os.getpid()}.jsonl", "a") as file:
         file.write(json.dumps(line) + "\n")
 
