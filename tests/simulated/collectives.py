@@ -209,8 +209,7 @@ class SimulatedGroup(dist.ProcessGroup):
         device = device or self._device_of(name, [*outs, *ins])
         with self._lock:
             if self._closed:
-                how = "aborted" if self._aborted.is_set() else "destroyed"
-                raise DistBackendError(f"{name}: this process group was {how}")
+                raise DistBackendError(f"{name}: this process group was destroyed or aborted")
             found = self._lanes.get((lane, device))
             if found is None:
                 found = self._lanes[lane, device] = Lane(device, f"{BACKEND} {self._name} {lane}".strip(), self._faults)
@@ -282,9 +281,9 @@ class SimulatedGroup(dist.ProcessGroup):
         self._end("abort" if self._aborted.is_set() else "shutdown")
 
     def abort(self) -> None:
-        self._aborted.set()
         for lane in self._close():
             lane.abort()
+        self._aborted.set()  # last: a thread that sees it must find its lane aborted
         self._end("abort")
 
     def _close(self) -> list[Lane]:

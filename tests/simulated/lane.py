@@ -120,9 +120,9 @@ class Lane:
         """End what has been started, from any thread: outputs are garbage, and the device goes on."""
         with self._lock:
             self._aborted, self.broken = True, self.broken or "this process group was aborted"
-            pending = list(self._pending)
-        for operation in pending:
-            _C.abort_gate(operation.gate, operation.kept)
+            pending = [(operation.gate, operation.kept) for operation in self._pending]
+        for gate, kept in pending:
+            _C.abort_gate(gate, kept)
 
     def end(self) -> None:
         """End the thread; what it waits for has to be done or aborted before."""
