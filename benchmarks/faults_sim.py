@@ -12,9 +12,10 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 # There `simulated` is the accelerator's package.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
@@ -190,7 +191,7 @@ def note_pauses(found: Found, at: Iterable[tuple[float, float]], steps: list[flo
         found.net_pauses_s.append(max(b - a - creation_s(groups, a, b) for a, b in near) - typical_s)
 
 
-def creation_s(groups: Iterable[list[Mapping[str, float]]], begin: float, end: float) -> float:
+def creation_s(groups: Iterable[list[dict[str, Any]]], begin: float, end: float) -> float:
     """Simulated time that the creation of process groups took between two steps, in the process with the most."""
     return max((sum(line["init_s"] for line in of if begin < line["time"] < end) for of in groups), default=0.0)
 

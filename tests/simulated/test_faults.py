@@ -71,10 +71,11 @@ def loses_a_peer(folder: str, blocked: str) -> None:
         end.poll(20_000)
         blocks.wait(20)
         found["hung"] = not ended.wait(0.5)
-        group.abort()
+        abort()
 
     group = dist.group.WORLD
     assert group is not None
+    abort = group.abort
     ended, watcher = threading.Event(), threading.Thread(target=watch)
     watcher.start()
     outputs = [torch.ones(4, device=device) for _ in range(2)]
