@@ -532,9 +532,10 @@ _BYTES = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
 
 def wanted_bytes(error: BaseException) -> int | None:
-    """Return the size of the allocation for which a device or the host had too little memory.
+    """Return the size of the allocation that failed for lack of memory.
 
-    The result is None for any other error, and 0 if the error does not contain the size.
+    The memory is that of a device or of the host. The result is None for any other error, and 0 if the error does not
+    contain the size.
     """
     import torch
 

@@ -1,4 +1,4 @@
-"""Memory of a rank by part, from its tensors and from the statistics of the device's allocator."""
+"""Memory of a rank by part, from its tensors and the statistics of the allocator."""
 
 from __future__ import annotations
 

@@ -23,7 +23,9 @@ _KEYS = ("microbatches", "remat", "offload_activations", *MEMORY)
 def plan_that_fits(
     job: Job, plan: Plan, cluster: Cluster, *, activations_bytes: float, room_bytes: float | None = None
 ) -> Plan | None:
-    """Find the plan nearest to `plan` that fits, if its activations are mispredicted as much as those of `plan`.
+    """Find the plan nearest to `plan` that fits by prediction.
+
+    The predicted activations are corrected by what is known of the activations of `plan`.
 
     Args:
         plan: a plan that ran out of memory.
@@ -55,7 +57,7 @@ def plan_that_fits(
 
 
 def _predicted(layouts: Layouts, plan: Plan, room_bytes: float | None) -> tuple[float, float, float]:
-    """Return the predicted bytes of a rank's activations and of its other parts, and the bytes that it may use."""
+    """Return the predicted bytes of activations and of other parts, and a rank's room."""
     layout = layouts.of(plan)
     held = by_part(memory(layout))
     activations, runtime = held.pop("activations"), held.pop("runtime")

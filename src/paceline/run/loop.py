@@ -532,7 +532,7 @@ class Loop:
         return reason
 
     def _of_devices(self, *, resumed: bool) -> dict[str, Any]:
-        """Return the peak of accelerators and, in the first attempt, the FLOPs of a sample and the predicted memory."""
+        """Return the peak of accelerators and, in the first attempt, FLOPs and predicted memory."""
         run, known = self.run_directory, None
         if self.group.rank == 0 and is_accelerator(self.engine.compute.device):
             known = peak_of(self.job, run.plan, run.cluster)

@@ -1,4 +1,4 @@
-"""Error of a rank that ran out of memory: its memory by part, and a plan that fits."""
+"""Error of a rank that ran out of memory, with a plan that fits."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _ALONE = 0.8  # largest share of a device that the other ranks used if one rank 
 
 @contextmanager
 def shortage_explained(device: torch.device, engine: Callable[[], RankEngine | None]) -> Iterator[None]:
-    """If memory runs out in this context, raise an error with this rank's memory by part.
+    """If memory runs out in this context, raise an error with the memory by part.
 
     On a device, another attempt may succeed only if other processes held memory.
 
@@ -86,9 +86,9 @@ def _shortage(wanted: int, device: torch.device, engine: RankEngine | None) -> P
 
 
 def add_table(failure: LaunchError, run: Run) -> None:
-    """Add the memory by part and a plan that fits to the error of a run whose rank ran out of memory.
+    """Add the memory by part and a plan that fits to the error of a run.
 
-    Other errors stay unchanged. If the host's kernel killed the rank, the memory is that of the rank's last record.
+    Errors other than a rank's lack of memory stay unchanged. If the host's kernel killed the rank, the memory is that of the rank's last record.
     """
     from paceline.planning.fitting import plan_that_fits  # imports the cost model, which most runs do not need
 

@@ -35,7 +35,7 @@ class MemoryTable:
     of: str = "measured peak"
 
     def rows(self) -> list[tuple[str, str, str]]:
-        """Return the name, the predicted size and the measured size of each part, and their totals."""
+        """Return the name, predicted size and measured size of each part, and the totals."""
         # the allocator of a device does not hold the runtime
         predicted = {p: v for p, v in self.predicted.items() if p != "runtime" or "activations" not in self.measured}
         found = [(part, predicted.get(part), self.measured.get(part)) for part in PARTS]
@@ -70,7 +70,9 @@ def table_of(
     plan: Plan,
     predicted: Mapping[str, float] | None = None,
 ) -> MemoryTable | None:
-    """Return the table of the rank with the largest peak; None if no rank recorded its memory.
+    """Return the table of the rank with the largest peak.
+
+    The result is None if no rank recorded its memory.
 
     Args:
         ranks: step records of each rank.

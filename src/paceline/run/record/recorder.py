@@ -273,9 +273,9 @@ class ResourceUse:
         return found
 
     def _by_part(self, counted: Memory | None) -> dict[str, int]:
-        """Return the parts of this rank's peak memory, such as `weights_bytes`, from the first step on.
+        """Return the parts of this rank's peak memory, such as `weights_bytes`.
 
-        The bytes of the tensors do not change after that step.
+        There are none before the first step. The bytes of the tensors do not change after that step.
         """
         if not self._tensors and self._engine.step_count > 0:
             self._tensors = tensor_bytes(self._engine)
