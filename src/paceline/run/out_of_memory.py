@@ -86,9 +86,10 @@ def _shortage(wanted: int, device: torch.device, engine: RankEngine | None) -> P
 
 
 def add_table(failure: LaunchError, run: Run) -> None:
-    """Add the memory by part and a plan that fits to the error of a run.
+    """Add the memory by part and a plan that fits to a run's error.
 
-    Errors other than a rank's lack of memory stay unchanged. If the host's kernel killed the rank, the memory is that of the rank's last record.
+    Errors other than a rank's lack of memory stay unchanged. If the host's kernel killed the rank, the memory is that
+    of the rank's last record.
     """
     from paceline.planning.fitting import plan_that_fits  # imports the cost model, which most runs do not need
 
