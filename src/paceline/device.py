@@ -8,6 +8,7 @@ Functions import torch when they need it, because the launcher does not use torc
 from __future__ import annotations
 
 import os
+import re
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -489,14 +490,23 @@ class Memory:
     Attributes:
         allocated: bytes in tensors of this process now.
         peak: largest `allocated` since the process began or `reset_peak_memory`.
+        reserved: bytes that torch's allocator holds now, for tensors or for later ones.
+        peak_reserved: largest `reserved`, as for `peak`.
         free: bytes available to all processes.
         total: bytes of the whole memory.
     """
 
     allocated: int
     peak: int
+    reserved: int
+    peak_reserved: int
     free: int
     total: int
+
+    @property
+    def elsewhere(self) -> int:
+        """Bytes that torch's allocator does not hold: those of the driver and of other processes."""
+        return self.total - self.free - self.reserved
 
 
 def memory(device: torch.device) -> Memory | None:
@@ -506,8 +516,35 @@ def memory(device: torch.device) -> Memory | None:
     if not has_counted_memory(device):
         return None
     free, total = torch.accelerator.get_memory_info(device)
-    allocated, peak = torch.accelerator.memory_allocated(device), torch.accelerator.max_memory_allocated(device)
-    return Memory(allocated, peak, free, total)
+    module = torch.accelerator
+    return Memory(
+        module.memory_allocated(device),
+        module.max_memory_allocated(device),
+        module.memory_reserved(device),
+        module.max_memory_reserved(device),
+        free,
+        total,
+    )
+
+
+_WANTED = re.compile(r"allocate ([\d.]+) ?(bytes|[KMG]iB)")
+_BYTES = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+
+
+def wanted_bytes(error: BaseException) -> int | None:
+    """Return the size of the allocation that failed for lack of memory.
+
+    The memory is that of a device or of the host. The result is None for any other error, and 0 if the error does not
+    contain the size.
+    """
+    import torch
+
+    # torch raises a RuntimeError for memory of the host
+    on_host = isinstance(error, RuntimeError) and "DefaultCPUAllocator: " in str(error)
+    if not (on_host or isinstance(error, torch.OutOfMemoryError | MemoryError)):
+        return None
+    found = _WANTED.search(str(error))
+    return int(float(found[1]) * _BYTES[found[2]]) if found else 0
 
 
 def reset_peak_memory(device: torch.device) -> None:

@@ -342,13 +342,15 @@ class LaunchError(PacelineError):
         final: True if a restart would fail in the same way.
         rank_error: class name of the exception that the rank raised; None without an exception.
         explained: True if the rank's exception was a PacelineError.
+        out_of_memory: True if the host's kernel killed the rank for lack of memory.
     """
 
     rank: int = 0
     final = False
     rank_error: str | None = None
     explained = False
-    keywords = (*PacelineError.keywords, "rank", "final", "rank_error", "explained")
+    out_of_memory = False
+    keywords = (*PacelineError.keywords, "rank", "final", "rank_error", "explained", "out_of_memory")
 
 
 class ChannelError(PacelineError):

@@ -126,3 +126,19 @@ def test_a_gpu_that_tells_no_utilization_has_none() -> None:
     assert Telemetry(nvml, "gpu").percent() is None
     nvml.nvmlDeviceGetUtilizationRates = lambda gpu: SimpleNamespace(gpu=42)
     assert Telemetry(nvml, "gpu").percent() == 42
+
+
+def test_other_processes_on_a_gpu_are_named_only_if_this_process_is_known() -> None:
+    def process(pid: int) -> SimpleNamespace:
+        return SimpleNamespace(pid=pid, usedGpuMemory=pid * 2)
+
+    listed = [process(7), process(os.getpid())]
+    nvml = SimpleNamespace(
+        nvmlDeviceGetTotalEnergyConsumption=lambda gpu: 7,
+        nvmlDeviceGetComputeRunningProcesses=lambda gpu: listed,
+        NVMLError=pynvml.NVMLError,
+    )
+    assert Telemetry(nvml, "gpu").other_processes() == [(7, 14)]
+    listed.pop()
+    assert not Telemetry(nvml, "gpu").other_processes()
+    assert callable(pynvml.nvmlDeviceGetComputeRunningProcesses)

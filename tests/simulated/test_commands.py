@@ -194,4 +194,5 @@ def test_a_benchmark_measures_it_and_has_a_page(simulated: Simulated, tmp_path: 
     assert report["kind"] == "sim"
     assert {setting["devices"] for setting in report["settings"]} == {1, 2}
     assert all(rank["figures"]["gpu_memory_bytes"] > 0 for setting in report["settings"] for rank in setting["ranks"])
+    assert all(setting["memory"]["measured"]["activations"] > 0 for setting in report["settings"])
     assert "2 × Simulated accelerator" in (tmp_path / "bench" / "report.html").read_text()

@@ -190,7 +190,8 @@ def test_held_out_metrics_and_the_record_of_a_divided_run(ranks: Ranks, tmp_path
         for line in (run.path / "steps/rank-0.jsonl").read_text().splitlines()
         if '"use"' in line
     ]
-    held = next(use["state_bytes"] for use in uses if "state_bytes" in use)
+    use = next(use for use in uses if "weights_bytes" in use)
+    held = sum(use[f"{part}_bytes"] for part in ("weights", "gradients", "optimizer"))
     assert held == pytest.approx(start["predicted_state_bytes"], rel=0.1)
     assert (
         start["predicted_state_bytes"]

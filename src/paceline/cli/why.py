@@ -51,6 +51,10 @@ def command(
         found = diagnosis_of(read, one=None if one is None else Run(one), predicts=predict)
     for sentence in found.sentences:
         typer.echo(printable(sentence))
+    if found.memory is not None:
+        typer.echo("memory of the rank that needs the most:")
+        for line in found.memory.lines():
+            typer.echo(f"  {line}")
     _suggest(found)
     if tries:
         _try(found, tries)

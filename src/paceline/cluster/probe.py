@@ -364,6 +364,18 @@ class Telemetry:
         self._nvml, self._handle = nvml, handle
         self.energy = gpu_energy(nvml, handle)
 
+    def other_processes(self) -> list[tuple[int, int]]:
+        """Return the other processes that hold memory of the GPU, each with its bytes.
+
+        The result is empty if NVML does not list this process, for example because a container has own process numbers.
+        """
+        try:
+            found = self._nvml.nvmlDeviceGetComputeRunningProcesses(self._handle)
+        except self._nvml.NVMLError:
+            return []
+        held = {int(process.pid): int(process.usedGpuMemory or 0) for process in found}
+        return sorted(held.items()) if held.pop(os.getpid(), None) is not None else []
+
     def percent(self) -> int | None:
         """Return the percentage of the time in which the GPU computed; None if unknown."""
         try:

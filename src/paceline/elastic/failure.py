@@ -239,7 +239,8 @@ def _describe(end: RankEnd, ranks: int, oom_kills: int | None) -> LaunchError:
         )
     others = _others(ranks)
     if end.code is not None and end.code < 0:
-        why = _reason(-end.code, end.oom_kills if end.remote else oom_kills)
+        kills = end.oom_kills if end.remote else oom_kills
+        why = _reason(-end.code, kills)
         stack = f"\n\n{shortened(end.stack)}" if end.stack else ""
         return LaunchError(
             "launch.rank_killed",
@@ -248,6 +249,7 @@ def _describe(end: RankEnd, ranks: int, oom_kills: int | None) -> LaunchError:
             why=why,
             then=others,
             stack=stack,
+            out_of_memory=end.code == -signal.SIGKILL and bool(kills),
             rank=rank,
         )
     return LaunchError(

@@ -28,7 +28,8 @@ from paceline.report.advice import (
     same_work,
 )
 from paceline.report.figures import PARTS
-from paceline.report.run_record import where_it_goes
+from paceline.report.run_record import ranks_of, where_it_goes
+from paceline.run.record.memory import MemoryTable, predicted_parts, table_of
 from paceline.run.record.run import Run
 from paceline.run.tuning.auto import measure, reason_of
 from paceline.run.tuning.result import TuningResult
@@ -70,6 +71,7 @@ class Diagnosis:
         suggestions: all changes that may make the run faster, largest gain first.
         unknown: sentences about results that could not be determined, with reasons.
         doubt: estimated relative error of predicted times; 0 if nothing was predicted.
+        memory: predicted and measured memory of the rank with the largest peak; None if no rank recorded its memory.
     """
 
     run: Measured
@@ -77,6 +79,7 @@ class Diagnosis:
     suggestions: Sequence[Suggestion] = ()
     unknown: Sequence[str] = ()
     doubt: float = 0.0
+    memory: MemoryTable | None = None
 
     @property
     def advice(self) -> list[Suggestion]:
@@ -187,7 +190,9 @@ def diagnosis_of(run: Run, *, one: Run | None = None, predicts: bool = True) -> 
                 alone = alone or OneDevice(model.one_device(), doubt, f"as predicted ({_rests_on(model)})")
         except PacelineError as error:
             unknown.append(f"Nothing is predicted: {str(error).splitlines()[0]}.")
-    return Diagnosis(many, alone, sorted(suggestions, key=lambda one: -one.order), unknown, doubt)
+    predicted = predicted_parts(run.job, run.cluster, run.plan) if predicts else None
+    memory = table_of({rank: run.steps(rank) for rank in ranks_of(run)}, run.events(), run.plan, predicted)
+    return Diagnosis(many, alone, sorted(suggestions, key=lambda one: -one.order), unknown, doubt, memory)
 
 
 def _rests_on(model: Model) -> str:

@@ -34,6 +34,7 @@ from paceline.report.charts import (
     thinned,
 )
 from paceline.run.record.goodput import PARTS as WALL_NAMES
+from paceline.run.record.memory import resident_peak
 from paceline.run.record.run import WARM_UP_STEPS
 from paceline.units import Shown, digits
 
@@ -199,14 +200,7 @@ def _compression_error(lines: Lines) -> float | None:
 
 
 def _memory_bytes(lines: Lines) -> float | None:
-    """Compute peak resident memory in bytes, corrected for shared pages.
-
-    The correction is the latest difference between the resident and the proportional set size (RSS and PSS).
-    """
-    uses = [line["use"] for line in lines if "use" in line]
-    peaks = [use.get("peak_memory_bytes", use.get("memory_bytes", 0)) for use in uses]
-    shared = next((use["memory_bytes"] - use["pss_bytes"] for use in reversed(uses) if "pss_bytes" in use), 0)
-    return max(peaks) - shared if peaks else None
+    return resident_peak([line["use"] for line in lines if "use" in line])
 
 
 def _gpu_memory_bytes(lines: Lines) -> float | None:
@@ -319,6 +313,11 @@ DEFINITIONS: Mapping[str, Definition] = {
     ),
     "memory_now": Definition(
         "resident memory", "Memory of the rank’s process at that moment, as the system counts it."
+    ),
+    "memory_parts": Definition(
+        "the rank with the largest peak",
+        "Weights, gradients and optimizer state are the bytes of tensors. Communication is the buffers that exist "
+        "between steps. Activations are the rest of the peak. The cache is memory that torch reserves in addition.",
     ),
     "staleness": Definition(
         "staleness",

@@ -33,6 +33,7 @@ from paceline.report.figures import (
 from paceline.report.page import PAGE, Card, Chart, Row, not_by_paceline, write_page
 from paceline.report.run_record import RunRecord, typical_parts
 from paceline.run.record.goodput import USEFUL, Goodput
+from paceline.run.record.memory import table_of
 from paceline.run.record.progress import event_sentence
 from paceline.run.record.run import HARNESS, WARM_UP_STEPS, Run, Speed, lost_samples, read_lines, timed
 from paceline.run.record.utilization import utilization
@@ -136,6 +137,7 @@ def view_of(run: Run) -> dict[str, Any]:
         "warnings": _warnings(record, synthetic=bool(start.get("synthetic", False))),
         "happened": _happened(events, noun),
         "samples": _samples(record),
+        "memory": table_of(record.ranks, events, run.plan),
         "harness": _harness(run),
         "sync": _sync(record, run.plan, comm_share),
         "goodput": _goodput(record.goodput, len(steps)),

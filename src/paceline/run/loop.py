@@ -31,6 +31,7 @@ from paceline.run.checkpoints import Checkpoints, Stateful
 from paceline.run.evaluations import UNREADABLE, Evaluations
 from paceline.run.learning_rate import LearningRate
 from paceline.run.process import stop_signals
+from paceline.run.record.memory import PREDICTED, predicted_parts
 from paceline.run.record.progress import PlainProgress
 from paceline.run.record.recorder import WITNESS, Board, Events, Remarks, StepInfo, StepRecorder, Witness
 from paceline.run.record.run import Run
@@ -531,11 +532,14 @@ class Loop:
         return reason
 
     def _of_devices(self, *, resumed: bool) -> dict[str, Any]:
-        """Return the peak of accelerators and, in the first attempt, the FLOPs of a sample."""
+        """Return the peak of accelerators and, in the first attempt, FLOPs and predicted memory."""
         run, known = self.run_directory, None
         if self.group.rank == 0 and is_accelerator(self.engine.compute.device):
             known = peak_of(self.job, run.plan, run.cluster)
-        return {PEAK: known} | ({} if resumed else {FLOPS: flops_of(self.job) if known else None})
+        if resumed:
+            return {PEAK: known}
+        predicted = predicted_parts(self.job, run.cluster, run.plan) if known else None
+        return {PEAK: known, FLOPS: flops_of(self.job) if known else None, PREDICTED: predicted}
 
     def _finish(self, reason: str) -> None:
         interrupted = reason in ("interrupted", "SIGINT", "SIGTERM")

@@ -38,6 +38,7 @@ from paceline.planning.plan import Plan, threads_on
 from paceline.planning.sync_info import ServerProcesses, sync_info
 from paceline.rank_environment import is_our_rank
 from paceline.run.dry_run import refuse_what_cannot_divide
+from paceline.run.out_of_memory import add_table
 from paceline.run.process import fail
 from paceline.run.record.progress import LiveProgress
 from paceline.run.record.run import DESCRIPTION, FOLDERS, JsonLines, Run
@@ -329,7 +330,11 @@ def _launch_ranks(
             server_copies=ServerProcesses.of(plan.sync).each if sync.served else 1,
         )
         adopts = _kept_ranks(hosts)
-        launch(setting, restarts=restarts, on_tick=tick, on_event=note, adopts=adopts)
+        try:
+            launch(setting, restarts=restarts, on_tick=tick, on_event=note, adopts=adopts)
+        except LaunchError as failure:
+            add_table(failure, record)
+            raise
 
 
 @contextmanager

@@ -272,14 +272,20 @@ def held_bytes(parameters: Iterable[Tensor], optimizer: torch.optim.Optimizer) -
         parameters: all parameters of this rank, which may be DTensors.
         optimizer: the optimizer of the parameters or of their local tensors.
     """
+    return StateBytes(*map(_bytes, state_tensors(parameters, optimizer)))
+
+
+def state_tensors(
+    parameters: Iterable[Tensor], optimizer: torch.optim.Optimizer
+) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+    """Return the parameters, their gradients, and the tensors of the optimizer's state."""
     own = list(parameters)
     gradients = [
         tensor
         for grad in (p.grad for p in own if p.grad is not None)
         for tensor in ((grad._values(), grad._indices()) if grad.is_sparse else (grad,))
     ]
-    state = [x for x in tree_leaves(list(optimizer.state.values())) if isinstance(x, Tensor)]
-    return StateBytes(_bytes(own), _bytes(gradients), _bytes(state))
+    return own, gradients, [x for x in tree_leaves(list(optimizer.state.values())) if isinstance(x, Tensor)]
 
 
 def predicted_bytes(

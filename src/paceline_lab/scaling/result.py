@@ -28,6 +28,7 @@ from paceline.planning.plan import Plan, on_devices, spelled_out
 from paceline.planning.shortlist import Trial
 from paceline.report.advice import named
 from paceline.run.dry_run import refuse_what_cannot_divide
+from paceline.run.record.memory import MemoryTable
 from paceline.stats import Interval
 from paceline.units import count, rate
 
@@ -84,6 +85,7 @@ class MeasuredSetting:
         final_loss: mean training loss of the last steps, as the median over the repeats; None if a loss was not finite.
         mfu: model FLOPs utilization, as the median over the repeats; None if the peak of the devices is unknown.
         rounds_s: step time in each round, in seconds; None for a round without a run of this setting.
+        memory: predicted and measured memory of the rank with the largest peak; None if no rank recorded its memory.
     """
 
     label: str
@@ -107,6 +109,7 @@ class MeasuredSetting:
     final_loss: float | None = None
     mfu: float | None = None
     rounds_s: list[float | None] = field(default_factory=list)
+    memory: MemoryTable | None = None
 
     @property
     def title(self) -> str:

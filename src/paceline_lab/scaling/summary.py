@@ -28,6 +28,7 @@ from paceline.planning.plan import Plan
 from paceline.planning.shortlist import Trial
 from paceline.report.figures import TARGETS, combined, figures_of, per_step
 from paceline.report.run_record import typical, typical_parts
+from paceline.run.record.memory import MemoryTable, predicted_parts, table_of
 from paceline.run.record.run import WARM_UP_STEPS, JsonLines, Run, Speed, differences, read_lines
 from paceline.run.record.utilization import utilization
 from paceline.stats import Interval, differ, median_interval
@@ -53,6 +54,7 @@ class FinishedRun:
         losses: training loss of each of the first 60 steps.
         final_loss: mean training loss of the last 10 steps; None if one of these losses was not finite.
         mfu: model FLOPs utilization; None if the peak of the devices is unknown.
+        memory: predicted and measured memory of the rank with the largest peak; None if no rank recorded its memory.
     """
 
     setting: str
@@ -72,6 +74,7 @@ class FinishedRun:
     curve: Curve
     final_loss: float | None = None
     mfu: float | None = None
+    memory: MemoryTable | None = None
 
 
 def finished(run: Run, setting: Setting, round_: int, name: str, other_cores: float | None) -> FinishedRun:
@@ -113,6 +116,9 @@ def finished(run: Run, setting: Setting, round_: int, name: str, other_cores: fl
         curve=_curve(steps),
         final_loss=_final_loss(steps),
         mfu=utilization(run.events(), speed),
+        memory=table_of(
+            dict(enumerate(per_rank)), run.events(), run.plan, predicted_parts(run.job, run.cluster, run.plan)
+        ),
     )
 
 
@@ -154,6 +160,7 @@ def measured(
         runs=[run.run for run in runs],
         final_loss=_median([run.final_loss for run in runs]),
         mfu=_median([run.mfu for run in runs]),
+        memory=max((run.memory for run in runs if run.memory), key=lambda table: table.total or 0.0, default=None),
         rounds_s=_by_round(runs),
     )
     return _compared(result, setting, runs, one, cores) if one and one[0].setting != setting.key else result

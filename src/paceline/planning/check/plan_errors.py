@@ -101,10 +101,10 @@ _MOST_VIRTUAL = 12
 _CHOICES: dict[str, tuple[Any, ...]] = {
     "zero": (3, 2, 1),
     "offload": (False, True),
-    "offload_activations": (False,),
+    "offload_activations": (False, True),
     "sequence": (False,),
     "schedule": ("1f1b", "interleaved", "gpipe"),
-    "remat": ("none",),
+    "remat": ("none", "selective", "block"),
     "memory_format": ("contiguous",),
     "compile": ("on", "off"),
     "fused": (False,),
@@ -158,7 +158,7 @@ def _nearest(asked: PlanContext, checks: tuple[Check, ...]) -> Plan | None:
     ranks = asked.devices if DEGREES in failed else max(plan.ranks, asked.devices)
     ranks = ranks if world is None else world
     # sharding the state helps then
-    out_of_memory = MEMORY in failed
+    out_of_memory = any(set(MEMORY) <= set(keys) for keys in failed)
     varied = [key for key in DEGREES if key == "dp" or getattr(plan, key) > 1 or (key == "fsdp" and out_of_memory)]
     values = {key: _values(asked, key, ranks) for key in varied}
     exact = world is not None

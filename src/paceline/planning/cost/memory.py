@@ -7,6 +7,7 @@ arXiv:2104.04473, §2.2) and Qi et al. (2024, arXiv:2401.10241).
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cache
 from itertools import accumulate, pairwise
 from typing import NamedTuple
@@ -29,6 +30,16 @@ HOLDERS = (
     "fragments",
     "runtime",
 )
+# parts of a rank's memory in tables of predicted and measured bytes, each with the predicted `HOLDERS` that it sums
+PARTS = {
+    "weights": ("parameters",),
+    "gradients": ("gradients",),
+    "optimizer": ("optimizer",),
+    "activations": ("activations", "logits", "working"),
+    "communication": ("gathered", "buffers"),
+    "cache": ("fragments",),
+    "runtime": ("runtime", "copies"),
+}
 # on a GPU: context, libraries' workspaces, NCCL's channel buffers
 RUNTIME_BYTES = 1.4e9
 # a process with torch, the engine and a small data set
@@ -107,6 +118,11 @@ def memory(layout: Layout) -> dict[str, float]:
     held["fragments"] = memory_model.fragments * temporary
     held["runtime"] = _baseline_bytes(layout) if on_core else RUNTIME_BYTES
     return held
+
+
+def by_part(held: Mapping[str, float]) -> dict[str, float]:
+    """Sum predicted bytes of `HOLDERS` to `PARTS`."""
+    return {part: sum(held.get(holder, 0.0) for holder in holders) for part, holders in PARTS.items()}
 
 
 @cache

@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any, Self
 
 import psutil
-import torch
 
-from paceline.cluster.probe import Energy, Telemetry, cpu_energy, telemetry_of
-from paceline.device import is_accelerator, memory
+from paceline.cluster.probe import Energy, cpu_energy, telemetry_of
+from paceline.device import Memory, is_accelerator, memory
 from paceline.engine.engine import LateResult, RankEngine, StepResult
+from paceline.engine.memory import measured_parts, tensor_bytes
 from paceline.engine.meter import PARTS, Timing
 from paceline.errors import RunError
 from paceline.job.stop import Epochs
@@ -25,7 +25,7 @@ from paceline.run.record.progress import PlainProgress
 from paceline.run.record.run import JsonLines, Run
 from paceline.run.record.slow_ranks import SlowRanks
 from paceline.run.trackers.services import TensorBoard
-from paceline.split.layout import held_bytes, local
+from paceline.split.layout import local
 from paceline.sync.rule import Traffic
 
 
@@ -220,7 +220,7 @@ class ResourceUse:
 
     def __init__(self, engine: RankEngine) -> None:
         self.group, self._engine = engine.group, engine
-        self._state: dict[str, int] = {}
+        self._tensors: dict[str, int] = {}
         self.process = psutil.Process()
         self.fresh = True  # True at first, so that TensorBoard gets the first step
         self._accelerator = engine.device if is_accelerator(engine.device) else None
@@ -244,20 +244,23 @@ class ResourceUse:
         passed_s = now - self._read_at
         self._read_at, self._due, self.fresh = now, now + min(USE_EVERY_S, now - self._started), True
         cpu_s, network = time.process_time(), psutil.net_io_counters()
+        counted = None if self._accelerator is None else memory(self._accelerator)
         use: dict[str, Any] = {
             "cpu_cores": round((cpu_s - self._cpu_s) / passed_s, 3),
             "memory_bytes": self.process.memory_info().rss,
             **kernel_bytes("status", {"VmHWM": "peak_memory_bytes"}),
             **self._shared_by_its_share(now),
-            **self._state_of_the_model(),
+            **self._by_part(counted),
             "network_sent_bytes": network.bytes_sent - self._network.bytes_sent,
             "network_received_bytes": network.bytes_recv - self._network.bytes_recv,
             "reduced_bytes": self.group.bytes_reduced - self._reduced,
             **self._sent_by_the_rule(),
             **self._used_energy(),
         }
-        if self._accelerator is not None:
-            use |= _use_of(self._accelerator, self._telemetry)
+        if counted is not None:
+            use |= {"gpu_memory_bytes": counted.allocated, "gpu_peak_memory_bytes": counted.peak}
+        if self._telemetry is not None and (percent := self._telemetry.percent()) is not None:
+            use["gpu_percent"] = percent
         self._cpu_s, self._network, self._reduced = cpu_s, network, self.group.bytes_reduced
         return f',"use":{json.dumps(use)}'
 
@@ -269,15 +272,15 @@ class ResourceUse:
         self._pss_due = now + (time.monotonic() - now) / _PSS_SHARE
         return found
 
-    def _state_of_the_model(self) -> dict[str, int]:
-        """Return `state_bytes`: this rank's parameters, gradients and optimizer state.
+    def _by_part(self, counted: Memory | None) -> dict[str, int]:
+        """Return the parts of this rank's peak memory, such as `weights_bytes`.
 
-        The value does not change after the first step.
+        There are none before the first step. The bytes of the tensors do not change after that step.
         """
-        if not self._state and self._engine.step_count > 0:
-            held = held_bytes(self._engine.named_parameters().values(), self._engine.optimizer)
-            self._state = {"state_bytes": held.total}
-        return self._state
+        if not self._tensors and self._engine.step_count > 0:
+            self._tensors = tensor_bytes(self._engine)
+        found = measured_parts(self._tensors, counted) if self._tensors else {}
+        return {f"{part}_bytes": size for part, size in found.items()}
 
     def _sent_by_the_rule(self) -> dict[str, float]:
         before, now = self._traffic, self._engine.replica.traffic
@@ -321,15 +324,6 @@ def kernel_bytes(file: str, names: Mapping[str, str]) -> dict[str, int]:
         return {}
     shown = dict(line.split(":", 1) for line in lines if ":" in line)
     return {ours: int(shown[theirs].split()[0]) * 1024 for theirs, ours in names.items() if theirs in shown}
-
-
-def _use_of(device: torch.device, telemetry: Telemetry | None) -> dict[str, Any]:
-    use: dict[str, Any] = {}
-    if (held := memory(device)) is not None:
-        use |= {"gpu_memory_bytes": held.allocated, "gpu_peak_memory_bytes": held.peak}
-    if telemetry is not None and (percent := telemetry.percent()) is not None:
-        use["gpu_percent"] = percent
-    return use
 
 
 def _last_step(path: Path) -> int:

@@ -29,7 +29,7 @@ def flops_of(job: Job) -> dict[str, float] | None:
     found = None
     # the model is the user's code, and a run does not depend on its MFU
     with suppress(Exception):
-        found = trace(job)
+        found = trace(job, job.precision)
     # a pair of answers has two sequences, and its reference another pass
     if found is None or found.estimated or job.loss.has_reference:
         return None

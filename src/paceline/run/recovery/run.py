@@ -17,6 +17,7 @@ from paceline.engine.engine import RankEngine
 from paceline.errors import CheckpointError
 from paceline.run.build import check_device, seed_all
 from paceline.run.loop import Loop
+from paceline.run.out_of_memory import shortage_explained
 from paceline.run.process import stop_signals
 from paceline.run.record.recorder import Board
 from paceline.run.record.run import Run
@@ -75,6 +76,7 @@ class Trainee:
     def __init__(self, run: Run, member: Member | None) -> None:
         self.run, self.member = run, member
         self.kept: Kept
+        self.engine: RankEngine | None = None
         if member is not None and is_mirrored(run.plan):
             self.kept = Mirror(run.job.checkpoint.memory_every_steps)
         elif run.plan.splits:
@@ -91,6 +93,10 @@ class Trainee:
 
     def train(self, group: Group) -> bool:
         """Train as one rank of a generation's group; return True if the run has ended."""
+        with shortage_explained(group.device, lambda: self.engine):
+            return self._train_generation(group)
+
+    def _train_generation(self, group: Group) -> bool:
         check_device(self.run, group)
         group.links = self.links
         start = common_start(group, self.boundary, self.run.plan.ranks // self.run.plan.dp)
@@ -113,7 +119,7 @@ class Trainee:
         run, begun = self.run, time.monotonic()
         # keep the number of microbatches: otherwise batch norm would see other parts of the global batch
         plan = replace(run.plan, dp=group.size // start.replica_size, cut=start.boundary.cut or run.plan.cut)
-        engine = self.kept.engine(run.job, plan, self.data, group, begins=start.begins)
+        engine = self.engine = self.kept.engine(run.job, plan, self.data, group, begins=start.begins)
         self.links = group.links
         if self.member is not None:
             engine.replica_state.corruption.members = self.member.generation.members
@@ -159,6 +165,7 @@ class Trainee:
             self.kept.end()
         with suppress(Exception):
             engine.close()
+        self.engine = None
         return ended, loop.recutting.cut if loop is not None and not broken and not ended else ""
 
     def _loop(self, engine: RankEngine, group: Group, start: Start) -> Loop:
