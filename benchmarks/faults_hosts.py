@@ -6,6 +6,7 @@ The host that coordinates is lost again and again: its host process is killed, a
 from __future__ import annotations
 
 import re
+import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -57,11 +58,25 @@ class HostCommands:
         other = self.processes[(lost + 1) % REPLICAS]
         if not wait_for(lambda: len(events(self._run, "coordinator")) > before, other):
             raise RuntimeError(f"{self._run}: no other host coordinates within {HANG_S:g} s")
+        self._note_coordinator()
+        self.processes[lost] = self._start(lost)
+        return at
+
+    def leave(self, host: int) -> int:
+        """Send SIGTERM to the command of a host, and start it again once it has ended; returns its exit code."""
+        before, coordinates = len(events(self._run, "coordinator")), host == self.coordinator
+        self.processes[host].send_signal(signal.SIGTERM)
+        code = self.processes[host].wait(HANG_S)
+        if coordinates:
+            wait_for(lambda: len(events(self._run, "coordinator")) > before, self.processes[(host + 1) % REPLICAS])
+            self._note_coordinator()
+        self.processes[host] = self._start(host)
+        return code
+
+    def _note_coordinator(self) -> None:
         found = _NUMBER.search(events(self._run, "coordinator")[-1]["by"])
         assert found is not None
         self.coordinator = int(found[1])
-        self.processes[lost] = self._start(lost)
-        return at
 
 
 @contextmanager
