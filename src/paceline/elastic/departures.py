@@ -1,8 +1,9 @@
-"""Departures of hosts that have received SIGTERM, before a scheduler or a cloud takes the hosts away.
+"""Departures of hosts that have received SIGTERM.
 
-SIGTERM to one host of a run is a notice. The host leaves after a step, so that no step is lost, and the others go on. A
-scheduler that ends the whole run sends SIGTERM to all hosts, within a moment. The notices are therefore gathered for a
-moment. If all hosts have a notice, or the remaining hosts cannot go on, the run saves and ends.
+SIGTERM to one host of a run is a notice that a scheduler or a cloud takes the host away. The host leaves after a step,
+so that no step is lost, and the others go on. A scheduler that ends the whole run sends SIGTERM to all hosts, within a
+moment. The notices are therefore gathered for a moment. If all hosts have a notice, or the remaining hosts cannot go
+on, the run saves and ends.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ class Departures:
             self.membership.departing.update(*map(self.ranks.on_host, new - {0}))
 
     def step(self) -> list[int]:
-        """Release hosts whose ranks have left; return the hosts that have left since the last call."""
+        """Release hosts whose ranks have left; return the hosts that have gone since then."""
         remote, membership = self.ranks.remote, self.membership
         assert remote is not None
         left = []
@@ -84,7 +85,7 @@ class Departures:
 
     @property
     def hands_over(self) -> bool:
-        """True once this host can leave, because the ranks of all hosts wait after a step."""
+        """True once this host can leave, because all ranks wait after a step."""
         membership = self.membership
         return membership.pausing and membership.wanted is None and not membership.current.members
 
@@ -104,7 +105,7 @@ class Departures:
         raise SystemExit(128 + signal.SIGTERM)
 
     def _obstacle(self, stay: Set[int]) -> str | None:
-        """Return the reason why the run cannot go on with the hosts in `stay` only, or None if it can."""
+        """Return why the run cannot go on with the hosts in `stay` only, or None."""
         ranks, remote = self.ranks, self.ranks.remote
         assert remote is not None
         hosts, board = remote.hosts, ranks.board.read()

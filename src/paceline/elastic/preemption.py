@@ -1,4 +1,4 @@
-"""Notices of preemption that a cloud shows in its metadata, which become SIGTERM for this process."""
+"""Notices of preemption in the metadata of a cloud, which become SIGTERM for this process."""
 
 from __future__ import annotations
 
@@ -65,7 +65,9 @@ SOURCES = ExtensionPoint("source of preemption notices", "paceline.preemption", 
 
 @contextmanager
 def preemption_notices() -> Iterator[None]:
-    """Inside the context, send SIGTERM to this process once the source in `PACELINE_PREEMPTION` has a notice.
+    """Inside the context, send SIGTERM to this process once there is a notice.
+
+    `PACELINE_PREEMPTION` names the source of notices. Without the variable, nothing is polled.
 
     Raises:
         LaunchError: the source is unknown, or cannot be loaded.

@@ -12,6 +12,7 @@ from commands import checkpoints, ended, events, losses, losses_of, wait_for, wa
 from host_processes import (
     assert_whole,
     emulated_host_processes,
+    folders,
     host_processes,
     on_emulated_hosts,
     outcomes,
@@ -178,8 +179,7 @@ def test_a_replica_with_local_steps_leaves_when_replicas_synchronize(tmp_path: P
 @pytest.mark.slow
 @pytest.mark.needs_root
 def test_a_coordinator_that_only_knows_its_own_disk_saves_and_ends_the_run(tmp_path: Path) -> None:
-    first, second = tmp_path / "host-0", tmp_path / "host-1"
-    first.mkdir(), second.mkdir()
+    first, second = folders(tmp_path)
     job = slow_job(first, 0.1)
     arguments = ("train", job, "--plan", "dp=2", "--run", first / "run")
     with host_processes(*arguments, folders=[first, second], apart=True) as hosts:

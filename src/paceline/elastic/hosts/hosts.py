@@ -470,7 +470,7 @@ class RemoteRanks:
         return next(link for link in self.links if link.number == host)
 
     def may_hand_over(self, stay: Set[int]) -> bool:
-        """Return True if a host in `stay` can coordinate the ranks in place of this host."""
+        """Return True if any host in `stay` can coordinate in place of this host."""
         others = [link for link in self.links if link.number in stay]
         can_lead = all(link.standby_port and link.shares_folder for link in others)
         return self.spares_this_host and can_lead and not is_url(self.hosts.run)

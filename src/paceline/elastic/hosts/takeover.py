@@ -192,7 +192,7 @@ def _add_lost(hosts: Hosts, succession: Succession, before: Coordinator) -> None
 
 
 def noted_lost(run: str) -> set[str]:
-    """Return the names of the hosts that a run's record lists as lost, or that have left after a notice.
+    """Return the names of the hosts that a run's record lists as lost or left.
 
     The coordinator may have been lost after it recorded a loss, but before it notified the other hosts.
     """
