@@ -473,7 +473,7 @@ class Recovery(Losses):
         self.tell("scaled", by=-1, ranks=left, host=self._leaving_host)
 
     def _end_departed(self) -> None:
-        """Continue without hosts that have left after a notice; then leave, if this host has one."""
+        """Continue without hosts that have left after a notice; leave if this host has one."""
         departures, remote, membership = self._departures, self.ranks.remote, self.membership
         if remote is None:
             return
