@@ -49,34 +49,20 @@ class HostCommands:
         for process in self.processes:
             process.wait(limit_s)
 
-    def lose_coordinator(self) -> float:
-        """Kill the host process that coordinates, and start its command again once another does; returns when."""
+    def lose_coordinator(self, number: int = signal.SIGKILL) -> float:
+        """End the host process that coordinates, and start its command again once another does; returns when."""
         lost, before = self.coordinator, len(events(self._run, "coordinator"))
         at = time.time()
-        self.processes[lost].kill()
-        self.processes[lost].wait()
+        self.processes[lost].send_signal(number)
+        self.processes[lost].wait(HANG_S)
         other = self.processes[(lost + 1) % REPLICAS]
         if not wait_for(lambda: len(events(self._run, "coordinator")) > before, other):
             raise RuntimeError(f"{self._run}: no other host coordinates within {HANG_S:g} s")
-        self._note_coordinator()
-        self.processes[lost] = self._start(lost)
-        return at
-
-    def leave(self, host: int) -> int:
-        """Send SIGTERM to the command of a host, and start it again once it has ended; returns its exit code."""
-        before, coordinates = len(events(self._run, "coordinator")), host == self.coordinator
-        self.processes[host].send_signal(signal.SIGTERM)
-        code = self.processes[host].wait(HANG_S)
-        if coordinates:
-            wait_for(lambda: len(events(self._run, "coordinator")) > before, self.processes[(host + 1) % REPLICAS])
-            self._note_coordinator()
-        self.processes[host] = self._start(host)
-        return code
-
-    def _note_coordinator(self) -> None:
         found = _NUMBER.search(events(self._run, "coordinator")[-1]["by"])
         assert found is not None
         self.coordinator = int(found[1])
+        self.processes[lost] = self._start(lost)
+        return at
 
 
 @contextmanager
