@@ -20,6 +20,8 @@ Other kinds of faults, in runs of their own, have theirs with the kind before (`
 - `cut`: the link of such a host carries nothing until the run has noted the loss.
 - `coordinator`: SIGKILL for the host process that coordinates, where the command is started once per host
   (`faults_hosts.py`); its command is started there again once another coordinates, which `healed_s` contains.
+- `notice`: SIGTERM for the host process of a host but the first, which leaves; `notice-coordinator`: for the process
+  that coordinates. `left` is how many left without the loss of a rank, and `named_s` the time until they have left.
 And once:
 - `goodput_15s`, `goodput_60s`: share of the time that the same steps take undisturbed, on shared memory with a kill
   every 15 and 60 s, without the start of the run. A step takes the mean of those of that run which no kill disturbs,
@@ -70,7 +72,8 @@ from measure import environment_line, parser_of, print_figures
 from paceline_lab.chaos.faults import Links
 
 TOLERANCE = 1e-6
-KINDS = {"shm": ("kill", "stop"), "hosts": ("kill", "stop", "host-process", "host", "cut", "coordinator")}
+NOTICES = "notice", "notice-coordinator"
+KINDS = {"shm": ("kill", "stop"), "hosts": ("kill", "stop", "host-process", "host", "cut", "coordinator", *NOTICES)}
 WARM_UP, STEADY_STEPS = 20, 200
 GOODPUT = {15: 12, 60: 5}  # seconds from kill to kill, and how many
 AFTER_S = 2.0  # after a rank is back, steps may still be slower
@@ -147,7 +150,8 @@ def measured(folder: Path, transport: str, kind: str, faults: int) -> Faults:
     found = Faults()
     kills: list[float] = []
     random.seed(SEED)
-    trains = training_on_hosts(folder) if kind == "coordinator" else training(folder, transport, "faults", steps=10**7)
+    started_once_per_host = kind in ("coordinator", "notice-coordinator")
+    trains = training_on_hosts(folder) if started_once_per_host else training(folder, transport, "faults", steps=10**7)
     with trains as (process, run):
         wait_for(lambda: len(losses(run)) > WARM_UP, process)
         for _ in range(faults):
@@ -168,7 +172,11 @@ def measured(folder: Path, transport: str, kind: str, faults: int) -> Faults:
             print(f"{folder.name}: {error}", file=sys.stderr, flush=True)
             found.hangs += 1
     lines = read(run / "steps" / "rank-0.jsonl")
-    told = sorted(event["time"] for kind in ("lost", "host_lost") for event in events(run, kind))
+    losses_told = [event["time"] for name in ("lost", "host_lost") for event in events(run, name)]
+    left = [event["time"] for event in events(run, "host_left")]
+    if kind in NOTICES:
+        found.left = len(left) - len(losses_told)
+    told = sorted(losses_told + left)
     found.note(kills, [line["time"] for line in lines], [event["time"] for event in events(run, "healed")], told)
     took = losses(run)
     found.steps_lost = len(lines) - len(took) + max(took) - len(took)
@@ -239,7 +247,7 @@ def hit(
 ) -> tuple[float, Callable[[], None] | None]:
     """Make a fault of a kind at a random place; returns when, and what takes it back."""
     if isinstance(launcher, HostCommands):
-        return launcher.lose_coordinator(), None
+        return launcher.lose_coordinator(signal.SIGKILL if kind == "coordinator" else signal.SIGTERM), None
     if kind in ("kill", "stop"):
         return kill(
             random.randrange(REPLICAS), run, launcher, signal.SIGKILL if kind == "kill" else signal.SIGSTOP
@@ -251,12 +259,12 @@ def hit(
         links.cut(host)
         return time.time(), partial(links.mend, [host])
     there = [process for pid in links.processes_in(host) if (process := living(pid)) is not None]
-    if kind == "host-process":
+    if kind in ("host-process", "notice"):
         there = [process for process in there if process.cmdline()[:1] == ["paceline host process"]]
     at = time.time()
     for process in there:
         with suppress(psutil.NoSuchProcess):
-            process.kill()
+            process.send_signal(signal.SIGTERM if kind == "notice" else signal.SIGKILL)
     return at, None
 
 

@@ -27,6 +27,7 @@ class Faults:
     inexact: int = 0
     named_s: list[float] = field(default_factory=list)
     loss_difference: float | None = None  # the largest of a step, as a part of its loss; None: not known
+    left: int | None = None  # hosts that have left after a notice, less lost ranks and hosts; None: had no notice
 
     def note(self, kills: list[float], steps: list[float], healed: list[float], told: Sequence[float] = ()) -> None:
         """Take times after kills from those of committed steps, of returns, and of losses that the run told."""
@@ -59,6 +60,7 @@ class Faults:
             f"{name}_short_steps": self.short_steps,
             f"{name}_inexact": self.inexact,
             f"{name}_hangs": self.hangs,
+            **({f"{name}_left": self.left} if self.left is not None else {}),
         }
 
 

@@ -6,6 +6,7 @@ The host that coordinates is lost again and again: its host process is killed, a
 from __future__ import annotations
 
 import re
+import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -48,12 +49,12 @@ class HostCommands:
         for process in self.processes:
             process.wait(limit_s)
 
-    def lose_coordinator(self) -> float:
-        """Kill the host process that coordinates, and start its command again once another does; returns when."""
+    def lose_coordinator(self, number: int = signal.SIGKILL) -> float:
+        """End the host process that coordinates, and start its command again once another does; returns when."""
         lost, before = self.coordinator, len(events(self._run, "coordinator"))
         at = time.time()
-        self.processes[lost].kill()
-        self.processes[lost].wait()
+        self.processes[lost].send_signal(number)
+        self.processes[lost].wait(HANG_S)
         other = self.processes[(lost + 1) % REPLICAS]
         if not wait_for(lambda: len(events(self._run, "coordinator")) > before, other):
             raise RuntimeError(f"{self._run}: no other host coordinates within {HANG_S:g} s")

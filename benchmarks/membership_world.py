@@ -25,7 +25,7 @@ ROUNDS, STEPS = 80, 6  # after the last loss all have taken so many steps in so 
 
 @dataclass(slots=True)
 class Process:
-    """One played process; `taken` and `ready` are those of its `StepBoundary`."""
+    """One played process; `taken` and `ready` are those of its `StepBoundary`, and it is not in generation `out_of`."""
 
     doing: str = "starting"  # joining, meeting, computing, summing, agreeing, leaving, dead
     generation: Generation = NOWHERE
@@ -33,6 +33,7 @@ class Process:
     taken: int = -1
     ready: int = -1
     model: int = 0
+    out_of: int = -1
 
 
 @dataclass(slots=True)
@@ -110,7 +111,7 @@ class World:
     def enter(self, process: Process, number: int) -> None:
         """Go to the next generation, or say that the process waits to join."""
         to = next_number(*self.board, process.generation.number)
-        if to is None:
+        if to is None or to <= process.out_of:
             return
         self.news = True
         self.joining.discard(number)
@@ -121,7 +122,7 @@ class World:
             )
             self.met.setdefault(to, {})[number] = boundary
         else:
-            process.generation, process.doing = NOWHERE, "joining"
+            process.generation, process.doing, process.out_of = NOWHERE, "joining", to
             self.joining.add(number)
         self.entered[number] = process.generation.number
 
@@ -232,6 +233,14 @@ class World:
             self.membership.left_out.discard(number)
             self.start(number)
 
+    def notice(self, number: int, *, pauses: bool) -> None:
+        """Have the host of one process leave after a step, or stay after all; `pauses`: have all wait after a step."""
+        self.news = True
+        if pauses:
+            self.membership.pausing = not self.membership.pausing
+        else:
+            self.membership.departing ^= {number}
+
     def start(self, number: int) -> None:
         self.processes[number], self.entered[number], self.news = Process(), -1, True
 
@@ -262,12 +271,15 @@ class World:
         self.board = current.number, newest.number
 
 
-def played(seed: int, replicas: int, replica_size: int, events: int, kills: float, spared: int = 0) -> World:
+def played(
+    seed: int, replicas: int, replica_size: int, events: int, kills: float, spared: int = 0, notices: float = 0.0
+) -> World:
     """A world after so many random events, in which nothing was wrong, and after all have settled.
 
     Args:
         kills: share of the events that end a process, every fourth with its host.
-        spared: processes, from 0 on, that are never ended: no step is lost that they took.
+        spared: processes, from 0 on, that are never ended and never leave: no step is lost that they took.
+        notices: share of the events in which a host gets a notice, every fourth that of the coordinator.
     """
     world, random = World(replicas, replica_size), Random(seed).random
     count = replicas * replica_size
@@ -283,6 +295,9 @@ def played(seed: int, replicas: int, replica_size: int, events: int, kills: floa
                 world.kill(number, host=drawn >= 12)
         elif chance < kills + 0.01:
             world.come_back(number)
+        elif chance < kills + 0.01 + notices:
+            if (pauses := random() < 0.25) or number >= spared:
+                world.notice(number, pauses=pauses)
         elif chance < 0.4:
             # the ends of several processes, as of one host, may be seen together
             world.look(everybody if chance < 0.2 else {number})
@@ -297,8 +312,10 @@ def played(seed: int, replicas: int, replica_size: int, events: int, kills: floa
 
 def settle(world: World, everybody: set[int]) -> None:
     """Let all go on in turn, without further losses, until all that can train do."""
-    world.look(everybody)
     membership, processes = world.membership, world.processes
+    membership.departing.clear()
+    membership.pausing, world.news = False, True
+    world.look(everybody)
     alive = {number for number, process in enumerate(processes) if process.doing != "dead"}
     whole = {number for number in alive if membership.replica_of(number) <= alive}
     assert membership.hopeless is not bool(whole), "a run without a whole replica goes on, or one with one does not"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import signal
 import subprocess
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -10,8 +11,20 @@ from pathlib import Path
 
 import msgspec
 import psutil
+import pytest
 
-from commands import Outcome, ended, processes_of, started, wait_for_step
+from commands import (
+    POINTS,
+    Outcome,
+    checkpoints,
+    ended,
+    losses,
+    points,
+    processes_of,
+    started,
+    wait_for_step,
+    write_job,
+)
 from hosts import EmulatedHosts
 from paceline.cluster.launch_engines import HostPlace
 from paceline.elastic.hosts.gather import joining_of
@@ -20,6 +33,7 @@ from paceline.wire.connection import Connection, connect
 from paceline.wire.key import RunKey, write_key
 
 PORT = 29611
+SLOW_STEPS = 300
 
 
 def folders(root: Path, count: int = 2) -> list[Path]:
@@ -124,6 +138,45 @@ def host_processes(
             return stack.enter_context(command)
 
         yield HostProcesses(start, len(folders), environments)
+
+
+def slow_job(folder: Path, sleep_s: float = 0.002) -> Path:
+    """300 steps, each of 16 samples that take so long, until there is a file `fast` beside the job."""
+    data = points(sleep_s=sleep_s, until=str(folder / "fast"))
+    model, stop = {"factory": f"{POINTS}:net"}, {"steps": SLOW_STEPS}
+    return write_job(folder / "job.yaml", model=model, data=data, stop=stop, checkpoint={"every_steps": 20})
+
+
+@contextmanager
+def slow_training_on(
+    folder: Path,
+    count: int,
+    plan: str,
+    *,
+    sleep_s: float = 0.002,
+    from_step: int = 50,
+    environment: Mapping[str, str] = {},
+    emulated: EmulatedHosts | None = None,
+) -> Iterator[tuple[HostProcesses, Path]]:
+    """Host processes of a run of `slow_job` that has taken some steps."""
+    run, where = folder / "run", folders(folder, count)
+    arguments = ("train", slow_job(folder, sleep_s), "--plan", plan, "--run", run)
+    with host_processes(*arguments, folders=where, environment=environment, emulated=emulated) as hosts:
+        wait_for_step(from_step, run, hosts[0])
+        yield hosts, run
+
+
+def assert_whole(run: Path, undisturbed: dict[int, float], told: Outcome) -> None:
+    """All steps of `slow_job` are in the record, with the losses of an undisturbed run."""
+    assert sorted(losses(run)) == list(range(1, SLOW_STEPS + 1)), told.err
+    assert losses(run) == pytest.approx(undisturbed, rel=1e-4, abs=1e-6)
+    assert checkpoints(run)[-1] == f"step-{SLOW_STEPS:08d}"
+
+
+def stop_all(processes: Sequence[subprocess.Popen[str]]) -> None:
+    """SIGTERM to the command on every host, as a scheduler sends it to end a run."""
+    for process in processes:
+        process.send_signal(signal.SIGTERM)
 
 
 def outcomes(processes: Sequence[subprocess.Popen[str]]) -> list[Outcome]:

@@ -42,6 +42,12 @@ def test_no_step_is_lost_while_one_replica_that_took_it_lives(
     played(seed, replicas, replica_size, events, kills=0.05, spared=replica_size)
 
 
+@given(st.integers(2, 4), st.sampled_from([1, 2, 3]), st.integers(0, 2**32), st.integers(0, 300))
+@settings(max_examples=120, deadline=None)
+def test_no_step_is_lost_while_hosts_get_notices(replicas: int, replica_size: int, seed: int, events: int) -> None:
+    played(seed, replicas, replica_size, events, kills=0.03, spared=replica_size, notices=0.05)
+
+
 def test_the_protocol_is_imported_without_torch_sockets_or_clocks() -> None:
     wanted = "paceline.elastic.membership"
     code = f"import sys, {wanted}; sys.exit(bool({{'torch', 'socket', 'asyncio'}} & set(sys.modules)))"

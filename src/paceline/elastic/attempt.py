@@ -52,14 +52,15 @@ def launch(
         on_tick: called at least five times a second, in this thread.
         on_event: called with ("stop", {signal}), ("restart", {attempt, rank, reason, code}) and, if ranks recover,
             ("lost", {rank, waiting, reason, code, stack, generation, again, waits}), ("host_lost", {host, number,
-            ranks, reason, generation, again, waits_s, revived}), ("host_back", {host, number, ranks, generation}),
-            ("joins", {ranks, generation}) and ("scaled", {by, ranks, host, generation}).
+            ranks, reason, generation, again, waits_s, revived}), ("host_left" and "host_back", {host, number, ranks,
+            generation}), ("joins", {ranks, generation}) and ("scaled", {by, ranks, host, generation}).
         adopts: ranks that hosts have kept running after the loss of a coordinator. If None, all ranks are started.
 
     Raises:
         LaunchError: the ranks could not be started, or a rank raised an exception, hung or was killed. The text names
             the rank and shows its traceback.
-        SystemExit: with exit code 130, after a second SIGINT.
+        SystemExit: with exit code 130, after a second SIGINT, or with exit code 143, if this host has left the run and
+            another host coordinates it.
     """
     if setting.pin_cores is not None and len(setting.pin_cores) != setting.ranks:
         cores = f"pin_cores names the cores of {len(setting.pin_cores)} ranks"
@@ -109,6 +110,7 @@ class Attempt:
         while ranks.running:
             ranks.note_ends(*([MEETING_S] if losses.hurries else []))
             ranks.tick()  # called first, because it ends the attempt if another process has taken over the run
+            losses.heed()
             ranks.obey_signals()
             alone = ranks.remote.cut_off() if ranks.remote else None
             if reason := alone or losses.too_few:

@@ -487,16 +487,20 @@ class StopSignals:
     `first` is the name of the first signal, or None. A later SIGINT sets `kill`. A signal that was already ignored
     stays ignored, for example under nohup. Outside the main thread, the context has no effect, because Python handles
     signals only in the main thread.
+
+    Args:
+        numbers: the signals to record.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, numbers: Sequence[signal.Signals] = (signal.SIGINT, signal.SIGTERM)) -> None:
         self.first: str | None = None
         self.kill = False
+        self._numbers = numbers
         self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
+            for number in self._numbers:
                 if signal.getsignal(number) != signal.SIG_IGN:
                     self._before[number] = signal.signal(number, self._note)
         return self

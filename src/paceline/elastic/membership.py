@@ -44,6 +44,8 @@ class Membership:
         left_out: processes that are not restarted at all, or not until their host is back.
         released: left-out processes that have left, or leave after a step, because a user requested it.
         away: left-out processes whose host may come back.
+        departing: processes that leave after a step, because their host does.
+        pausing: True if all members leave after a step, and wait for a new coordinator.
         held: True while too few hosts are present. All processes then wait and keep their state.
     """
 
@@ -56,6 +58,8 @@ class Membership:
         self.left_out: set[int] = set()
         self.released: set[int] = set()
         self.away: set[int] = set()
+        self.departing: set[int] = set()
+        self.pausing = False
         self.held = False
 
     @property
@@ -139,10 +143,16 @@ class Membership:
         members = set(self.current.members)
         if {entered.get(process) for process in members & set(self.newest.members)} - {self.newest.number}:
             return
-        joining = self.whole(waiting - members - self.released)
-        staying = members - self.released or members  # members that hold the only copy of the state must stay
+        if self.wanted is not None and not self.wanted.members and not members <= waiting:
+            return  # a member is still in its last step
+        leaving = self.released | self.departing
+        joining = self.whole(waiting - members - leaving)
+        staying = self.whole(members - leaving) or members  # members that hold the only copy of the state must stay
         if self.wanted is not None:
             self.current, self.wanted = self.wanted, None
+        elif self.pausing:
+            if members:
+                self.wanted = Generation(self.current.number + 1, ())
         elif (joining or staying < members) and not self.held:
             kept = {process for process, generation in entered.items() if generation >= 0}
             if members:

@@ -19,6 +19,7 @@ from typing import Any, ClassVar
 
 import msgspec
 
+from paceline.elastic.departures import Departures
 from paceline.elastic.failure import RankEnd, killed, lost_device, shortened
 from paceline.elastic.hosts.hosts import WAIT, RemoteRanks, hosts_wait_s
 from paceline.elastic.hosts.link import AbsentLink, Link
@@ -75,6 +76,11 @@ class Losses:
         A rank that raised an exception does not count as lost, because the other ranks would raise the same exception.
         """
         return False
+
+    def heed(self) -> None:
+        """Handle the notices of hosts. Here, a notice ends the run."""
+        if self.ranks.remote and self.ranks.remote.hosts.notices:
+            self.ranks.signals.first = self.ranks.signals.first or "SIGTERM"
 
     def shrink(self) -> str:
         """Make the run smaller: let one of its parts leave after a step.
@@ -161,6 +167,7 @@ class Recovery(Losses):
         self._nobody_since = math.inf
         self._leaving: set[int] = set()  # ranks that leave at the end of a step
         self._leaving_host: int | None = None  # the host that leaves with these ranks
+        self._departures = Departures(ranks, self.membership)
         if ranks.adopts is None:
             self._begin_without_absent()
         else:
@@ -244,8 +251,12 @@ class Recovery(Losses):
         self._end_stopped()
         self._note()
         self._end_left()
+        self._end_departed()
         self._end_wait()
         return False
+
+    def heed(self) -> None:
+        self._departures.heed()
 
     def end(self, hung: Sequence[RankStatus]) -> bool:
         """See `Losses`.
@@ -323,7 +334,7 @@ class Recovery(Losses):
             waits_s = None if goes_on else hosts_wait_s() if comes else 0.0
             self._tell_host_lost(link, numbers, why, again=comes, waits_s=waits_s)
         for number in sorted(lost - self._handled):
-            if number in self._leaving:
+            if number in self._leaving | self.membership.departing:
                 self._handled.add(number)
             else:
                 self._replace(number, again=number in again)
@@ -456,9 +467,30 @@ class Recovery(Losses):
         self._handled.update(left)
         for rank in left:
             self.ranks[rank].kill()
-        if self._leaving_host and self.ranks.remote:
-            self.ranks.remote.release(self._leaving_host)
+        if self._leaving_host and (remote := self.ranks.remote):
+            remote.release(self._leaving_host)
+            if remote.hosts.returns is not None:
+                why = "was released by `paceline scale`: with +1 it may come again."
+                remote.hosts.returns.leave_out(self._leaving_host, why)
         self.tell("scaled", by=-1, ranks=left, host=self._leaving_host)
+
+    def _end_departed(self) -> None:
+        """Continue without hosts that have left after a notice; leave if this host has one."""
+        departures, remote, membership = self._departures, self.ranks.remote, self.membership
+        if remote is None:
+            return
+        left = departures.step()
+        self._handled.update(*map(self.ranks.on_host, departures.released))
+        for number in left:
+            ranks = self.ranks.on_host(number)
+            self._away[number] = sorted(ranks - membership.left_out)
+            membership.leave_out(ranks, set(self._away[number]))
+            remote.expect(number, again=True)
+            self.tell("host_left", host=remote.link_to(number).name, number=number, ranks=sorted(ranks))
+        if departures.hands_over:
+            here = self.ranks.on_host(0)
+            self.tell("host_left", host=remote.hosts.cluster.hosts[0].name, number=0, ranks=sorted(here))
+            departures.hand_over()
 
 
 def most_losses() -> int:

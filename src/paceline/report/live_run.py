@@ -422,6 +422,8 @@ class Members:
                 self._set([event["rank"]], "back" if event["again"] else "out", at)
             case "host_lost":
                 self._set(event["ranks"], "lost" if event["again"] else "out", at)
+            case "host_left":
+                self._set(event["ranks"], "left", at)
             case "host_back":
                 self._set(event["ranks"], "back", at)
             case "healed":

@@ -305,7 +305,7 @@ def _launch_ranks(
 
         def note(event: str, details: dict[str, Any]) -> None:
             events.event(event, details)
-            if event in ("lost", "host_lost", "host_back", "scaled") and hosts:
+            if event in ("lost", "host_lost", "host_left", "host_back", "scaled") and hosts:
                 tell_successors(hosts, run)
 
         sync = sync_info(plan.sync)

@@ -28,7 +28,7 @@ from commands import (
     wait_for_step,
     write_job,
 )
-from host_processes import HostProcesses, folders, host_processes, outcomes, ports_in, run_on
+from host_processes import HostProcesses, folders, host_processes, outcomes, ports_in, run_on, stop_all
 from hosts import Hosts
 from paceline.cluster.network import inside
 from paceline.run.record.run import Run
@@ -125,7 +125,7 @@ def test_between_two_networks_every_port_is_behind_the_key(tmp_path: Path, hosts
             for where in found
         ]
         wait_for_step(50, run, processes[0])
-        processes[1].send_signal(signal.SIGTERM)
+        stop_all(processes)
         zero, one = outcomes(processes)
     assert (zero.code, one.code) == (143, 143), zero.err + one.err
     for host, found in zip(emulated.emulation.hosts, listening, strict=True):
@@ -201,8 +201,8 @@ def test_hosts_stop_their_ranks_when_the_coordinator_is_lost(tmp_path: Path) -> 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [0, 1])
-def test_sigterm_at_any_host_saves_and_ends_all(tmp_path: Path, number: int) -> None:
-    with training_on(tmp_path) as (hosts, run):
+def test_sigterm_at_any_host_saves_and_ends_a_run_that_needs_all_hosts(tmp_path: Path, number: int) -> None:
+    with training_on(tmp_path, environment=OFF) as (hosts, run):
         hosts[number].send_signal(signal.SIGTERM)
         zero, one = outcomes(hosts)
     assert (zero.code, one.code) == (143, 143), zero.err
@@ -288,7 +288,7 @@ def test_a_host_on_which_the_command_is_started_again_is_back(tmp_path: Path) ->
         wait_for(lambda: events(run, "host_lost"), hosts[0])
         hosts.start_again(1)
         wait_for(lambda: events(run, "healed"), hosts[0])
-        hosts[1].send_signal(signal.SIGTERM)
+        stop_all(hosts)
         zero, one = outcomes(hosts)
     assert (zero.code, one.code) == (143, 143), zero.err + one.err
     assert [event["number"] for event in events(run, "host_back")] == [1]
@@ -304,7 +304,7 @@ def test_a_run_begins_with_the_hosts_that_are_there_and_takes_in_one_that_comes_
         environment = {**hosts.environments[1], "PACELINE_HOST_NUMBER": "2"}
         with started("paceline", *arguments, folder=where[2], environment=environment) as third:
             wait_for(lambda: events(run, "healed"), hosts[0])
-            third.send_signal(signal.SIGTERM)
+            stop_all([*hosts, third])
             zero, one, two = outcomes([*hosts, third])
     assert (zero.code, one.code, two.code) == (143, 143, 143), zero.err + one.err + two.err
     assert [event["number"] for event in events(run, "host_back")] == [2]
@@ -350,7 +350,7 @@ def test_a_host_is_released_from_a_run_that_goes_on_and_is_taken_in_again(tmp_pa
         assert paceline("scale", run, "+1", folder=tmp_path).says("host number 1")
         hosts.start_again(1)
         wait_for(lambda: events(run, "healed"), hosts[0])
-        hosts[1].send_signal(signal.SIGTERM)
+        stop_all(hosts)
         zero, one = outcomes(hosts)
     assert (zero.code, one.code) == (143, 143), zero.err + one.err
     scaled = [(event["by"], event["ranks"], event["host"]) for event in events(run, "scaled")]

@@ -3,57 +3,14 @@
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
 import pytest
 
-from commands import (
-    Outcome,
-    checkpoints,
-    events,
-    kill_rank,
-    losses,
-    losses_of,
-    points,
-    processes_of,
-    wait_for,
-    wait_for_step,
-    write_job,
-)
-from host_processes import HostProcesses, folders, host_processes, outcomes
-from hosts import EmulatedHosts, Hosts
-
-STEPS = 300
-WHAT = Path(__file__).parents[2] / "faults" / "what_goes_wrong.py"
-
-
-def slow_job(folder: Path, sleep_s: float = 0.002) -> Path:
-    """300 steps, each of 16 samples that take so long, until there is a file `fast` beside the job."""
-    data = points(sleep_s=sleep_s, until=str(folder / "fast"))
-    net = {"factory": f"{WHAT}:net"}
-    return write_job(folder / "job.yaml", model=net, data=data, stop={"steps": STEPS}, checkpoint={"every_steps": 20})
-
-
-@contextmanager
-def training_on(
-    folder: Path,
-    count: int,
-    plan: str,
-    *,
-    sleep_s: float = 0.002,
-    from_step: int = 50,
-    environment: Mapping[str, str] = {},
-    emulated: EmulatedHosts | None = None,
-) -> Iterator[tuple[HostProcesses, Path]]:
-    """Host processes of a run that has taken some steps."""
-    run, where = folder / "run", folders(folder, count)
-    arguments = ("train", slow_job(folder, sleep_s), "--plan", plan, "--run", run)
-    with host_processes(*arguments, folders=where, environment=environment, emulated=emulated) as hosts:
-        wait_for_step(from_step, run, hosts[0])
-        yield hosts, run
+from commands import events, kill_rank, losses, losses_of, processes_of, wait_for, wait_for_step
+from host_processes import assert_whole, folders, host_processes, outcomes, slow_job, slow_training_on
+from hosts import Hosts
 
 
 def kill_host(process: subprocess.Popen[str]) -> None:
@@ -68,18 +25,11 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
     return losses_of(slow_job(tmp_path_factory.mktemp("undisturbed"), sleep_s=0))
 
 
-def assert_whole(run: Path, undisturbed: dict[int, float], told: Outcome) -> None:
-    """All steps are in the record, with the losses of an undisturbed run."""
-    assert sorted(losses(run)) == list(range(1, STEPS + 1)), told.err
-    assert losses(run) == pytest.approx(undisturbed, rel=1e-4, abs=1e-6)
-    assert checkpoints(run)[-1] == f"step-{STEPS:08d}"
-
-
 @pytest.mark.slow
 def test_a_coordinator_that_was_lost_comes_back_as_another_host_and_its_rank_is_healed(
     tmp_path: Path, undisturbed: dict[int, float]
 ) -> None:
-    with training_on(tmp_path, 3, "dp=3 balance=off", sleep_s=0.1, from_step=5) as (hosts, run):
+    with slow_training_on(tmp_path, 3, "dp=3 balance=off", sleep_s=0.1, from_step=5) as (hosts, run):
         kill_host(hosts[0])
         wait_for(lambda: events(run, "host_lost"), hosts[1])
         hosts.start_again(0)
@@ -97,7 +47,7 @@ def test_a_coordinator_that_was_lost_comes_back_as_another_host_and_its_rank_is_
 def test_a_rank_whose_host_came_back_is_replaced_again_under_a_later_coordinator(
     tmp_path: Path, undisturbed: dict[int, float]
 ) -> None:
-    with training_on(tmp_path, 3, "dp=3 balance=off", sleep_s=0.1, from_step=5) as (hosts, run):
+    with slow_training_on(tmp_path, 3, "dp=3 balance=off", sleep_s=0.1, from_step=5) as (hosts, run):
         kill_host(hosts[2])
         wait_for(lambda: events(run, "host_lost"), hosts[0])
         hosts.start_again(2)
@@ -120,7 +70,10 @@ def test_another_host_comes_back_to_the_new_coordinator_where_the_first_one_stay
     tmp_path: Path, hosts: Hosts, undisturbed: dict[int, float]
 ) -> None:
     emulated = hosts(3, rate="1gbit")
-    with training_on(tmp_path, 3, "dp=3 balance=off", sleep_s=0.1, from_step=5, emulated=emulated) as (processes, run):
+    with slow_training_on(tmp_path, 3, "dp=3 balance=off", sleep_s=0.1, from_step=5, emulated=emulated) as (
+        processes,
+        run,
+    ):
         for number, lost in enumerate((0, 2), 1):
             kill_host(processes[lost])
             wait_for(lambda: len(events(run, "host_lost")) >= number, processes[1])  # noqa: B023
@@ -139,7 +92,7 @@ def test_another_host_comes_back_to_the_new_coordinator_where_the_first_one_stay
 def test_when_the_coordinator_is_killed_the_next_host_continues_the_run_without_the_loss_of_a_step(
     tmp_path: Path, undisturbed: dict[int, float], lost: int
 ) -> None:
-    with training_on(tmp_path, lost + 2, f"dp={lost + 2}") as (hosts, run):
+    with slow_training_on(tmp_path, lost + 2, f"dp={lost + 2}") as (hosts, run):
         for host in hosts[:lost]:
             host.kill()
         new, other = outcomes(hosts)[lost:]
@@ -154,7 +107,7 @@ def test_when_the_coordinator_is_killed_the_next_host_continues_the_run_without_
 def test_a_new_coordinator_knows_who_was_lost_before_and_how_often(
     tmp_path: Path, undisturbed: dict[int, float]
 ) -> None:
-    with training_on(
+    with slow_training_on(
         tmp_path, 4, "dp=4 balance=off", sleep_s=0.1, from_step=5, environment={"PACELINE_LOSSES_PER_HOUR": "2"}
     ) as (hosts, run):
         kill_rank(3, hosts[3])
@@ -176,7 +129,7 @@ def test_a_new_coordinator_knows_who_was_lost_before_and_how_often(
 def test_the_new_coordinator_replaces_ranks_of_its_own_and_of_other_hosts(
     tmp_path: Path, undisturbed: dict[int, float]
 ) -> None:
-    with training_on(tmp_path, 3, "dp=3", sleep_s=0.02, from_step=10) as (hosts, run):
+    with slow_training_on(tmp_path, 3, "dp=3", sleep_s=0.02, from_step=10) as (hosts, run):
         kill_host(hosts[0])
         wait_for(lambda: events(run, "host_lost"), hosts[1])
         for rank in (1, 2):
@@ -193,7 +146,7 @@ def test_the_new_coordinator_replaces_ranks_of_its_own_and_of_other_hosts(
 def test_ranks_wait_for_a_new_coordinator_for_longer_than_for_a_lost_peer(
     tmp_path: Path, undisturbed: dict[int, float]
 ) -> None:
-    with training_on(tmp_path, 4, "dp=3") as (hosts, run):
+    with slow_training_on(tmp_path, 4, "dp=3") as (hosts, run):
         psutil.Process(hosts[3].pid).suspend()  # it has no rank, and is waited for
         kill_host(hosts[0])
         one, two = outcomes(hosts[1:3])
@@ -204,7 +157,7 @@ def test_ranks_wait_for_a_new_coordinator_for_longer_than_for_a_lost_peer(
 
 @pytest.mark.slow
 def test_a_rank_that_dies_while_the_hosts_meet_is_replaced(tmp_path: Path, undisturbed: dict[int, float]) -> None:
-    with training_on(tmp_path, 4, "dp=3 balance=off", sleep_s=0.1, from_step=5) as (hosts, run):
+    with slow_training_on(tmp_path, 4, "dp=3 balance=off", sleep_s=0.1, from_step=5) as (hosts, run):
         psutil.Process(hosts[3].pid).suspend()  # it has no rank, and is waited for
         kill_host(hosts[0])
         kill_rank(2, hosts[2])
@@ -222,7 +175,7 @@ def test_a_rank_that_dies_while_the_hosts_meet_is_replaced(tmp_path: Path, undis
 def test_when_one_of_two_hosts_dies_whole_the_other_continues_the_run(
     tmp_path: Path, undisturbed: dict[int, float], plan: str, resumes: int
 ) -> None:
-    with training_on(tmp_path, 2, plan) as (hosts, run):
+    with slow_training_on(tmp_path, 2, plan) as (hosts, run):
         kill_host(hosts[0])
         one = outcomes(hosts)[1]
     assert one.code == 0, one.err
@@ -235,7 +188,7 @@ def test_when_one_of_two_hosts_dies_whole_the_other_continues_the_run(
 def test_a_whole_replica_of_several_ranks_goes_on_when_the_coordinator_is_lost(
     tmp_path: Path, undisturbed: dict[int, float]
 ) -> None:
-    with training_on(tmp_path, 4, "dp=2 fsdp=2 balance=off", sleep_s=0.1, from_step=5) as (hosts, run):
+    with slow_training_on(tmp_path, 4, "dp=2 fsdp=2 balance=off", sleep_s=0.1, from_step=5) as (hosts, run):
         kill_host(hosts[0])
         wait_for(lambda: events(run, "host_lost"), hosts[1])
         hosts.start_again(0)
@@ -251,7 +204,7 @@ def test_a_whole_replica_of_several_ranks_goes_on_when_the_coordinator_is_lost(
 def test_parts_of_replicas_go_on_from_a_checkpoint_when_the_coordinator_had_some_of_each(
     tmp_path: Path, undisturbed: dict[int, float]
 ) -> None:
-    with training_on(tmp_path, 4, "dp=2 fsdp=2 balance=off", from_step=25) as (hosts, run):
+    with slow_training_on(tmp_path, 4, "dp=2 fsdp=2 balance=off", from_step=25) as (hosts, run):
         for host in (hosts[0], hosts[2]):
             kill_host(host)
         one, three = outcomes([hosts[1], hosts[3]])
@@ -264,7 +217,7 @@ def test_parts_of_replicas_go_on_from_a_checkpoint_when_the_coordinator_had_some
 def test_a_coordinator_that_was_stopped_finds_the_run_taken_when_it_goes_on(
     tmp_path: Path, undisturbed: dict[int, float]
 ) -> None:
-    with training_on(tmp_path, 3, "dp=3") as (hosts, run):
+    with slow_training_on(tmp_path, 3, "dp=3") as (hosts, run):
         stopped = [psutil.Process(hosts[0].pid), *processes_of(hosts[0])]
         for process in stopped:
             process.suspend()
@@ -285,7 +238,7 @@ def test_of_a_network_that_is_cut_the_side_with_the_quorum_goes_on(
     tmp_path: Path, hosts: Hosts, undisturbed: dict[int, float]
 ) -> None:
     emulated = hosts(3, rate="1gbit")
-    with training_on(tmp_path, 3, "dp=3", emulated=emulated) as (processes, run):
+    with slow_training_on(tmp_path, 3, "dp=3", emulated=emulated) as (processes, run):
         emulated.cut(0)
         zero, one, two = outcomes(processes)
     assert (zero.code, one.code, two.code) == (1, 0, 0), zero.err + one.err + two.err
@@ -296,7 +249,7 @@ def test_of_a_network_that_is_cut_the_side_with_the_quorum_goes_on(
 
 @pytest.mark.slow
 def test_a_host_that_has_taken_over_may_be_lost_as_well(tmp_path: Path, undisturbed: dict[int, float]) -> None:
-    with training_on(tmp_path, 3, "dp=3") as (hosts, run):
+    with slow_training_on(tmp_path, 3, "dp=3") as (hosts, run):
         hosts[0].kill()
         wait_for(lambda: events(run, "coordinator"), hosts[1])
         wait_for_step(len(losses(run)) + 20, run, hosts[1])
@@ -309,7 +262,7 @@ def test_a_host_that_has_taken_over_may_be_lost_as_well(tmp_path: Path, undistur
 
 @pytest.mark.slow
 def test_fewer_than_half_of_the_hosts_stop_and_say_so(tmp_path: Path) -> None:
-    with training_on(tmp_path, 3, "dp=3") as (hosts, run):
+    with slow_training_on(tmp_path, 3, "dp=3") as (hosts, run):
         for host in hosts[:2]:
             kill_host(host)
         two = outcomes(hosts)[2]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 import socket
 from contextlib import suppress
 from pathlib import Path
@@ -10,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from commands import events, losses, wait_for_step, write_job
-from host_processes import host_processes, outcomes, ports_in
+from host_processes import host_processes, outcomes, ports_in, stop_all
 from hosts import EmulatedHosts, Hosts
 from paceline.cluster.network import inside
 from unauthenticated import mutated_hello
@@ -54,7 +53,7 @@ def trained(
             assert {address for address, _ in doors} == {host.address for host in two}
             inside(third.namespace, lambda: knock(doors))
             wait_for_step(len(losses(run)) + 5, run, processes[0])
-            processes[0].send_signal(signal.SIGTERM)
+            stop_all(processes)
         found = outcomes(processes)
     said = "".join(outcome.err for outcome in found)
     assert [outcome.code for outcome in found] == ([143, 143] if flood else [0, 0]), said

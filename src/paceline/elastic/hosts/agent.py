@@ -43,7 +43,9 @@ class Coordinator(Peer):
         probes: listener that answers probes of other hosts until ranks are prepared.
         succession: hosts with which the run can continue without host 0; None if it cannot continue.
         told_at: time at which the succession arrived, by the monotonic clock.
-        released: True if the user has removed this host from the run.
+        released: True if the run continues without this host.
+        hands_over: True if host 0 has left the run, and another host coordinates from now on.
+        noticed: True if this host has received SIGTERM, so that it leaves the run.
         attempt: ranks on this host that may continue after the loss of host 0.
     """
 
@@ -59,7 +61,7 @@ class Coordinator(Peer):
         self.name, self.run_name, self.standby, self.probes = name, run_name, standby, probes
         self.succession: messages.Succession | None = None
         self.told_at = 0.0
-        self.released = False
+        self.released = self.hands_over = self.noticed = False
         self.attempt: AgentAttempt | None = None
 
     @property
@@ -98,7 +100,7 @@ def run_agent(coordinator: Coordinator, who: str) -> int:
     """Follow orders until the coordinator dismisses this host. Return the exit code of host 0's command."""
     attempt = coordinator.attempt
     with StopSignals() as signals:
-        told = False
+        signals.first, told = "SIGTERM" if coordinator.noticed else None, False
         try:
             while True:
                 _wait(coordinator, attempt)
@@ -122,6 +124,9 @@ def run_agent(coordinator: Coordinator, who: str) -> int:
                             coordinator.send(messages.Looked(digests(message)))
                         case messages.Succession():
                             coordinator.succession, coordinator.told_at = message, time.monotonic()
+                        case messages.HandOver():
+                            coordinator.hands_over = True
+                            coordinator.lose("it has left the run")
                         case messages.Begin():
                             coordinator.end_probes()
                             attempt = AgentAttempt(message, coordinator)
@@ -129,7 +134,8 @@ def run_agent(coordinator: Coordinator, who: str) -> int:
                             attempt = None
                 if signals.first and not told:
                     told = True
-                    _say(f"{who}: {signals.first}, told to {coordinator.who}, which stops the run")
+                    then = "stops the run" if signals.first == "SIGINT" else "lets this host leave, or stops the run"
+                    _say(f"{who}: {signals.first}, told to {coordinator.who}, which {then}")
                     coordinator.send(messages.Interrupted(signals.first))
                 if coordinator.lost is not None or signals.kill:
                     return _alone(coordinator, who, signals, goes_on=_may_go_on(coordinator, attempt, signals))
@@ -137,6 +143,7 @@ def run_agent(coordinator: Coordinator, who: str) -> int:
                     attempt.turn()
                 coordinator.direct_others()
         finally:
+            coordinator.noticed = signals.first == "SIGTERM"
             coordinator.end_probes()
             coordinator.attempt = attempt if _may_go_on(coordinator, attempt, signals) else None
             if coordinator.attempt is not None:
@@ -148,8 +155,10 @@ def run_agent(coordinator: Coordinator, who: str) -> int:
 
 def _may_go_on(coordinator: Coordinator, attempt: AgentAttempt | None, signals: StopSignals) -> bool:
     """Return True if the ranks on this host may continue without the coordinator."""
-    is_alone = coordinator.lost is not None and coordinator.succession is not None and signals.first is None
-    return is_alone and attempt is not None and attempt.recovers_alone and attempt.copy is None
+    is_alone = coordinator.lost is not None and coordinator.succession is not None
+    # a host with a notice tells the next coordinator
+    goes_on = signals.first is None or (coordinator.hands_over and signals.first == "SIGTERM" and not signals.kill)
+    return is_alone and goes_on and attempt is not None and attempt.recovers_alone and attempt.copy is None
 
 
 def _may_save(coordinator: Coordinator, attempt: AgentAttempt) -> bool:
@@ -177,8 +186,9 @@ def _alone(coordinator: Coordinator, who: str, signals: StopSignals, *, goes_on:
     if coordinator.lost is None:
         _say(f"{who}: killing the ranks")
         return 130
-    _say(f"{who}: {coordinator.who} is lost ({coordinator.lost}){'' if goes_on else '; the ranks here are stopped'}")
-    return 1 if signals.first is None else 128 + signal.Signals[signals.first]
+    lost = "has left the run" if coordinator.hands_over else f"is lost ({coordinator.lost})"
+    _say(f"{who}: {coordinator.who} {lost}{'' if goes_on else '; the ranks here are stopped'}")
+    return 1 if goes_on or signals.first is None else 128 + signal.Signals[signals.first]
 
 
 def _say(text: str) -> None:
@@ -216,7 +226,7 @@ class AgentAttempt:
         self.starter = Starter(arguments, {**begin.env, **({FOLDER_IS_COPY: "1"} if self.copy else {})})
         self._prepared = False
         self._beat(begin)
-        coordinator.send(messages.Ready())
+        coordinator.send(messages.Ready(shares_folder=self.copy is None))
 
     @property
     def recovers_alone(self) -> bool:

@@ -9,7 +9,7 @@ import secrets
 import select
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -167,6 +167,9 @@ class Hosts:
         returns: record of the hosts that may come back; None if no host can come back.
         least: minimum number of hosts with which the run continues; 0 for no minimum.
         meeting: listener to which other hosts connect.
+        engine: name of the launch engine that started the hosts.
+        run: directory or URL of the run, as the other hosts know it; "" if they cannot continue the run.
+        notices: hosts that have received SIGTERM, each with the time of its arrival here, by the monotonic clock.
 
     Args:
         namespace: network namespace of `address` if this host is emulated, otherwise None.
@@ -184,6 +187,8 @@ class Hosts:
         self.least = 0
         self.meeting: Meeting | None = None
         self.past = messages.Past()
+        self.engine = self.run = ""
+        self.notices: dict[int, float] = {}
 
     @property
     def absent(self) -> list[Link]:
@@ -354,7 +359,7 @@ class RemoteRanks:
         self._silent: list[Link] = []
         # folders that hosts have requested, as messages to send
         self._folders: list[tuple[Link, Iterator[Struct]]] = []
-        self._released: list[Link] = []
+        self._released: dict[Link, int] = {}  # hosts whose ranks have left, each with its exit code
 
     def __enter__(self) -> Self:
         for link in self.links:
@@ -394,8 +399,9 @@ class RemoteRanks:
         for link in there:
             self._prepare(link, token)
         for link in there:
-            if not self._until(link, messages.Ready, _READY_S):
+            if (ready := self._until(link, messages.Ready, _READY_S)) is None:
                 raise LaunchError("hosts.lost_at_start", "{reason}", reason=self._of_lost(link))
+            link.shares_folder = ready.shares_folder
         self._preparing.clear()
         self._hide_token()
 
@@ -448,18 +454,36 @@ class RemoteRanks:
         self.hosts.returns.expect(host) if again else self.hosts.returns.leave_out(host)
         return again
 
-    def release(self, host: int) -> None:
-        """Dismiss a host whose ranks have left, after the end of its attempt."""
-        link = next(link for link in self.links if link.number == host)
+    def release(self, host: int, code: int = 0) -> None:
+        """Dismiss a host whose ranks have left, after the end of its attempt.
+
+        Args:
+            code: exit code of the host's command.
+        """
+        link = self.link_to(host)
         self.spared.append(link)
-        self._released.append(link)
+        self._released[link] = code
         link.send(messages.EndAttempt())
-        if self.hosts.returns is not None:
-            self.hosts.returns.leave_out(host, "was released by `paceline scale`: with +1 it may come again.")
+
+    def link_to(self, host: int) -> Link:
+        """Return the link to the host with this number."""
+        return next(link for link in self.links if link.number == host)
+
+    def may_hand_over(self, stay: Set[int]) -> bool:
+        """Return True if any host in `stay` can coordinate in place of this host."""
+        others = [link for link in self.links if link.number in stay]
+        can_lead = all(link.standby_port and link.shares_folder for link in others)
+        return self.spares_this_host and can_lead and not is_url(self.hosts.run)
+
+    def hand_over(self) -> None:
+        """Leave all other hosts, and the ranks on them, to a new coordinator."""
+        for link in self.hosts.links:
+            link.send(messages.HandOver())
+            link.lose("another host coordinates it")
 
     def _dismiss(self, link: Link) -> None:
-        link.send(messages.Dismiss(0, released=True))
-        link.lose("`paceline scale` has released it")
+        link.send(messages.Dismiss(self._released.pop(link), released=True))
+        link.lose("it has left the run")
         if self._pulses is not None:
             self._pulses.forget(link.number)
         self.hosts.replace(AbsentLink(link.number, link.name, link.host))  # any host may replace the dismissed host
@@ -495,6 +519,7 @@ class RemoteRanks:
             if link.held is None:
                 self._prepare(link, self._show_token())
                 continue
+            link.shares_folder = True
             for number, pid, generation in link.held.ranks:
                 self.ranks[number].pid, self.ranks[number].code = pid, None
                 self.board.put(number, pid, "sync", 0, time.monotonic_ns(), generation)
@@ -502,7 +527,7 @@ class RemoteRanks:
 
     def start(self, host: int, environment: RankEnvironment, record: Path) -> RemoteRank:
         """Start a rank on host number `host`."""
-        link = next(link for link in self.links if link.number == host)
+        link = self.link_to(host)
         # if the host came back, it may have a new host process with another address
         environment = replace(environment, address=link.address)
         rank = self.ranks[environment.rank] = RemoteRank(environment.rank, link, record)
@@ -599,17 +624,17 @@ class RemoteRanks:
             if link.number == host and link.lost is None:
                 link.fall_silent(silent_s)
 
-    def _until(self, link: Link, kind: type[Struct], deadline_s: float) -> bool:
-        """Handle messages until one of this type arrives.
+    def _until(self, link: Link, kind: type[M], deadline_s: float) -> M | None:
+        """Handle messages until one of this type arrives, and return this message.
 
         A host that does not send this message in time counts as lost.
         """
         until = time.monotonic() + deadline_s
         while (message := link.receive(max(0.1, until - time.monotonic()))) is not None:
             if isinstance(message, kind):
-                return True
+                return message
             self._obey(link, message)
-        return False
+        return None
 
     def _of_lost(self, link: Link) -> str:
         numbers = [str(rank.number) for rank in self._ranks_of(link)]
@@ -622,6 +647,7 @@ class RemoteRanks:
     def _obey(self, link: Link, message: Any) -> None:
         match message:
             case messages.Ready() if link in self._preparing:
+                link.shares_folder = message.shares_folder
                 self._ready.append(link)
                 self._preparing.remove(link)
                 self._hide_token()
@@ -635,6 +661,8 @@ class RemoteRanks:
                 self._folders.append((link, self._folder(message.path)))
             case messages.Over() if link in self._released:
                 self._dismiss(link)
+            case messages.Interrupted(signal="SIGTERM"):
+                self.hosts.notices.setdefault(link.number, time.monotonic())
             case messages.Interrupted():
                 self.signals.first = self.signals.first or message.signal
             case messages.Ended() if rank := self._rank_of(link, message.rank):

@@ -83,12 +83,13 @@ class Link(Peer):
         probes_port: port on which the agent answers probes of other hosts; 0 if it answers none.
         meets_again: True if the agent has lost a previous coordinator.
         held: ranks that the agent has kept since the loss of the previous coordinator.
+        shares_folder: True if the agent sees the coordinator's folder of the run.
         clock_ahead_s: clock of the agent minus clock of the coordinator, in seconds.
         is_known_lost: True if the run's record already contains the loss of this host.
         heard_at: arrival time of the agent's last message, by the monotonic clock.
     """
 
-    is_known_lost = False
+    is_known_lost = shares_folder = False
     held: messages.Held | None
     _watched: tuple[select.poll, int] | None = None
 

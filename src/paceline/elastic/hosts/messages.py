@@ -96,7 +96,12 @@ class Measured(Struct, tag=True, frozen=True):
 
 
 class Ready(Struct, tag=True, frozen=True):
-    """Answer to `Begin`, after the host has looked for the token."""
+    """Answer to `Begin`, after the host has looked for the token.
+
+    `shares_folder` is true if the host sees the coordinator's folder.
+    """
+
+    shares_folder: bool = False
 
 
 class Row(Struct, array_like=True, frozen=True):
@@ -145,7 +150,10 @@ class Fetch(Struct, tag=True, frozen=True):
 
 
 class Interrupted(Struct, tag=True, frozen=True):
-    """Signal that an agent received, and that applies to the whole run."""
+    """Signal that an agent received.
+
+    SIGINT stops the run. SIGTERM is a notice: the host leaves if the others can continue.
+    """
 
     signal: str
 
@@ -278,6 +286,10 @@ class Fetched(Struct, tag=True, frozen=True):
     path: str
 
 
+class HandOver(Struct, tag=True, frozen=True):
+    """Notice that the coordinator leaves the run, whose ranks wait for a new coordinator."""
+
+
 class EndAttempt(Struct, tag=True, frozen=True):
     """Order to end the attempt, and to kill ranks that still run."""
 
@@ -345,7 +357,8 @@ class Elsewhere(Struct, tag=True, frozen=True):
 class Dismiss(Struct, tag=True, frozen=True):
     """Notice that the command has ended on host 0, with this exit code.
 
-    If `released` is true, the run continues without this host instead.
+    If `released` is true, the run continues without this host instead. The code is then 0 if the user has asked for
+    this, and 143 if the host has had a notice.
     """
 
     code: int
@@ -369,6 +382,7 @@ ToHost = (
     | Signal
     | Fetched
     | EndAttempt
+    | HandOver
     | Succession
     | Elsewhere
     | Dismiss

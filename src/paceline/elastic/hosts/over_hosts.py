@@ -22,7 +22,7 @@ from paceline.cluster.cluster import Cluster
 from paceline.cluster.emulate import EmulatedHost
 from paceline.cluster.launch_engines import HostPlace, own_engine
 from paceline.cluster.network import inside
-from paceline.elastic.failure import ErrorRecord, exit_code_of, sigterm_as_exit
+from paceline.elastic.failure import ErrorRecord, StopSignals, exit_code_of, sigterm_as_exit
 from paceline.elastic.forkserver import StartedRank, Starter, warm_up, why_not
 from paceline.elastic.hosts.agent import Coordinator, run_agent
 from paceline.elastic.hosts.files import differences
@@ -31,6 +31,7 @@ from paceline.elastic.hosts.hosts import Hosts, coordinating, current_hosts
 from paceline.elastic.hosts.link import Meeting
 from paceline.elastic.hosts.messages import Look, Looked, Welcome
 from paceline.elastic.hosts.takeover import Readmission, met_again
+from paceline.elastic.preemption import preemption_notices
 from paceline.errors import LaunchError
 from paceline.files import scratch_folder
 from paceline.job.data import FileSpec, Mixture
@@ -59,14 +60,18 @@ def over_hosts() -> Iterator[None]:
         LaunchError: a host does not connect, or cannot take part.
         SystemExit: with the exit code of host 0, on any other host.
     """
-    place = None if current_hosts() else own_engine().hosts()
-    if place is None or place.count < 2:
+    if current_hosts():
         yield
         return
-    key = _key(place)
-    with sigterm_as_exit():
-        warm_up()  # the forkserver imports torch while the hosts connect
-        yield from _met(place, key)
+    place = own_engine().hosts()
+    with preemption_notices():
+        if place is None or place.count < 2:
+            yield
+            return
+        key = _key(place)
+        with sigterm_as_exit():
+            warm_up()  # the forkserver imports torch while the hosts connect
+            yield from _met(place, key)
 
 
 def must_agree(job: Job) -> None:
@@ -151,6 +156,7 @@ def _key(place: HostPlace) -> RunKey:
 def _met(place: HostPlace, key: RunKey) -> Iterator[None]:
     hosts, code = _hosts(place, key), 1
     try:
+        hosts.engine = place.engine
         with _returns(hosts, place), coordinating(hosts):
             yield
         code = 0
@@ -193,6 +199,7 @@ def _served(place: HostPlace, key: RunKey) -> Hosts:
         SystemExit: with the exit code of host 0.
     """
     found: Hosts | Coordinator = joined(place, key, succeeds=True)
+    noticed = False
     while isinstance(found, Coordinator):
         with closing(found.connection):
             code = run_agent(found, f"host {place.name} (number {place.number})")
@@ -201,14 +208,22 @@ def _served(place: HostPlace, key: RunKey) -> Hosts:
             failed = f"{'was stopped' if code in (130, 143) else 'has failed'} (exit code {code})"
             how = "has ended" if code == 0 else failed
             if found.released:
-                how = "goes on without this host, as `paceline scale` has asked,"
+                why = "as `paceline scale` has asked" if code == 0 else "which has received SIGTERM"
+                how = f"goes on without this host, {why},"
             if found.lost is None or found.released:
                 print(printable(f"paceline: the run {how} on {found.who}"), file=sys.stderr, flush=True)
             raise SystemExit(code)
-        with ExitStack() as unless_met:
+        noticed = found.noticed
+        # SIGTERM during the meeting is told to the new coordinator
+        with ExitStack() as unless_met, StopSignals((signal.SIGTERM,)) as signals:
             unless_met.callback(found.close)
             found = met_again(place, key, found)
             unless_met.pop_all()
+        noticed = noticed or signals.first is not None
+        if isinstance(found, Coordinator):
+            found.noticed = noticed
+    if noticed:
+        found.notices[0] = time.monotonic()
     return found
 
 

@@ -73,6 +73,7 @@ def tell_successors(hosts: Hosts, run: str | Path) -> None:
     for link, host in zip(hosts.links, others, strict=True):
         where = link.address, link.standby_port
         successors.append(Successor(host.name, *where, _as_json(host), lost=link.lost is not None))
+    hosts.run = str(run)
     message = Succession(str(run), "" if is_url(run) else _first_event(Path(run)), successors, hosts.past)
     for link in hosts.links:
         link.send(message)
@@ -191,7 +192,7 @@ def _add_lost(hosts: Hosts, succession: Succession, before: Coordinator) -> None
 
 
 def noted_lost(run: str) -> set[str]:
-    """Return the names of the hosts that a run's record lists as lost.
+    """Return the names of the hosts that a run's record lists as lost or left.
 
     The coordinator may have been lost after it recorded a loss, but before it notified the other hosts.
     """
@@ -200,7 +201,7 @@ def noted_lost(run: str) -> set[str]:
         for line in () if is_url(run) else whole_lines(Path(run) / "events.jsonl"):
             with suppress(ValueError, KeyError, TypeError):
                 event = json.loads(line)
-                if event["event"] == "host_lost":
+                if event["event"] in ("host_lost", "host_left"):
                     lost.add(event["host"])
                 elif event["event"] == "host_back":
                     lost.discard(event["host"])
@@ -541,10 +542,10 @@ class Readmission:
     def _other(self, link: Link) -> str:
         """Return how a host differs from the lost host, or "" if it matches."""
         before = self._before(link)
-        if isinstance(before, AbsentLink):
-            before = link
         if before.name not in (link.name, f"{link.name}-{link.number}"):
-            return f"host {link.name} has come as number {link.number}, which is that of {before.name}."
+            if not isinstance(before, AbsentLink):
+                return f"host {link.name} has come as number {link.number}, which is that of {before.name}."
+            before = link
         known = self.hosts.cluster.hosts[link.number]
         count, had = len(link.host.devices), len(known.devices)
         if self.hosts.cluster.emulate is None and count < had:

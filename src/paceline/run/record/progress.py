@@ -36,6 +36,7 @@ TROUBLE = (
     "coordinator",
     "lost",
     "host_lost",
+    "host_left",
     "checkpoint_damaged",
     "checkpoint_failed",
     "corruption",
@@ -274,7 +275,8 @@ _SENTENCES = {
     "unauthenticated": "{connections} connections to the ranks' ports did not prove the run's key and were closed",
     "tracker": 'tracker "{name}" {said}',
     "host_back": "host {host} (number {number}) has joined; its ranks are started",
-    "coordinator": "{lost} is lost; {by} is the coordinator now",
+    "host_left": "host {host} (number {number}) has left; start the same command there to add the host again",
+    "coordinator": "{by} is the coordinator now, in place of {lost}",
     "went_back": "continuing from step {step}, kept in memory: {lost_steps} steps are repeated",
     "healed": "rank {rank} is back at step {step}",
 }
