@@ -96,6 +96,9 @@ lock: $(VENV)/.made ## Write constraints.txt anew from pyproject.toml, with hash
 		--output-file constraints.txt pyproject.toml
 	@sed -i '1i # Exact versions and hashes of all that the package, its extras and its tests install, but for torch. Written by `make lock`.' \
 		constraints.txt
+	@# Fails if a pinned version has no wheel for arm64; reads only the index.
+	@$(BIN)/uv pip compile --quiet --python-platform aarch64-manylinux_2_28 --python-version 3.11 --only-binary :all: \
+		--constraints $(VENV)/torch.in --constraints constraints.txt --extra all pyproject.toml > /dev/null
 	@for input in $(SYSTEMS)/*.in; do \
 		$(BIN)/uv pip compile --quiet --python-platform linux --python-version 3.11 --generate-hashes --no-annotate --no-header \
 			--constraints $(VENV)/torch.in --no-emit-package=torch $$(cat $(VENV)/torchs-own.in) \

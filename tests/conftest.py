@@ -65,6 +65,10 @@ NEEDS: dict[str, tuple[str, Callable[[], bool]]] = {
         "a C++ compiler and Python's headers (packages g++, python3-dev)",
         lambda: bool(shutil.which(COMPILER)) and Path(sysconfig.get_path("include"), "Python.h").exists(),
     ),
+    "needs_arm64_emulation": (
+        "a C compiler and an emulator for arm64 (packages gcc-aarch64-linux-gnu, libc6-dev-arm64-cross, qemu-user)",
+        lambda: bool(shutil.which("aarch64-linux-gnu-gcc") and shutil.which("qemu-aarch64")),
+    ),
     "needs_engines": (
         "Ray, SkyPilot, MPICH and kubernetes-validate (`make engines`)",
         lambda: Path(__file__).parent.parent.joinpath("build", "engines", "bin", "ray").exists(),

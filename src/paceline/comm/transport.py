@@ -18,8 +18,7 @@ from paceline.cluster.machine import host_identity as host_identity
 from paceline.comm.process_group import register
 from paceline.comm.rendezvous import tell_all
 from paceline.comm.shm.collectives import segment_bytes
-from paceline.comm.shm.progress import why_no_shared_memory
-from paceline.comm.shm.segment import Handle, attach, create
+from paceline.comm.shm.segment import Handle, OwnedSegment, attach, create
 from paceline.errors import ClusterError, LaunchError
 from paceline.job.spec import load_object
 from paceline.planning.sync_info import BETWEEN_HOSTS, TRANSPORTS, WITHIN_HOST, WITHOUT_SHARED_MEMORY
@@ -86,10 +85,10 @@ def why_not_shared(store: Store, rank: int, size: int, timeout_s: float) -> str 
 
     Each rank tries to map the memory of the other ranks, and the ranks exchange the results.
     """
-    own, reason = None, why_no_shared_memory()
+    own: OwnedSegment | None = None
+    reason: str | None = None
     try:
-        if reason is None:
-            own = create(segment_bytes(size), "proof")
+        own = create(segment_bytes(size), "proof")
     except ClusterError as error:
         reason = str(error)
     try:

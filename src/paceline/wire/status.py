@@ -19,6 +19,7 @@ from typing import Literal, get_args
 
 from paceline.errors import ClusterError, SyncError, device_fault
 from paceline.rank_environment import RankEnvironment, is_our_rank
+from paceline.shared_words import acquiring, publish
 
 Phase = Literal["starting", "data", "compute", "sync", "optimizer", "checkpoint", "evaluate", "done", "joining"]
 PHASES: tuple[Phase, ...] = get_args(Phase)
@@ -98,7 +99,10 @@ class StatusBoard:
         return board
 
     def mark(self, phase: Phase, step: int) -> None:
-        """Publish that this rank is now in `phase` of `step`. The call takes well under a microsecond."""
+        """Publish that this rank is now in `phase` of `step`. The call takes well under a microsecond.
+
+        The words of a mark announce no other data, so `read` may see the words in any order.
+        """
         slot = self._slot
         slot[_PHASE] = _CODES[phase]
         slot[_STEP] = step
@@ -117,15 +121,17 @@ class StatusBoard:
 
     def announce(self, current: int, wanted: int) -> None:
         """Announce the current generation, and the generation that should begin after a step."""
-        self._launchers[_WANTED] = wanted
-        self._launchers[_CURRENT] = current
+        publish(self._launchers, _WANTED, wanted)
+        publish(self._launchers, _CURRENT, current)
 
     @property
+    @acquiring
     def current_generation(self) -> int:
         """Number of the newest generation that has begun. Ranks of earlier generations abort their step."""
         return self._launchers[_CURRENT]
 
     @property
+    @acquiring
     def wanted_generation(self) -> int:
         """Number of the generation to begin after a step; the current one if nothing changes."""
         return self._launchers[_WANTED]

@@ -24,9 +24,9 @@ import torch.distributed as dist
 from paceline.comm import Group
 from paceline.comm.operation import Operation, Steps
 from paceline.comm.shm.collectives import MAIL_BYTES
-from paceline.comm.shm.progress import fence, futex_wait, futex_wake
 from paceline.comm.shm.segment import create
 from paceline.errors import SyncError
+from paceline.shared_words import futex_wait, futex_wake, publish
 from ranks import Backend, RankError, Ranks
 
 LARGE = 3_000_000
@@ -270,8 +270,7 @@ def test_another_process_wakes_a_sleeper() -> None:
         if child == 0:  # a bare process: no Python cleanup, no test
             while words[1] == 0:
                 os.sched_yield()
-            words[0] = 1
-            fence()
+            publish(words, 0, 1)
             futex_wake(own.segment.address)
             os._exit(0)
         sleeper = threading.Thread(target=futex_wait, args=(own.segment.address, 0, 60.0))

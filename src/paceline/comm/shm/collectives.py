@@ -27,9 +27,10 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from paceline.comm.operation import Steps
 from paceline.comm.process_group import Collectives, Reduction, different_calls
 from paceline.comm.rendezvous import tell_all
-from paceline.comm.shm.progress import Peer, ShmProgress, fence
+from paceline.comm.shm.progress import Peer, ShmProgress
 from paceline.comm.shm.segment import Handle, OwnedSegment, Segment, attach, create
 from paceline.errors import SyncError
+from paceline.shared_words import acquiring, publish
 
 SMALL_BYTES = 2**15  # up to this size, every rank reduces all elements; beyond it, dividing the work is faster
 # bytes of each rank's memory at a time, so that they stay in a core's cache until the result is written
@@ -327,11 +328,11 @@ class Rounds:
     def count(self) -> None:
         """Mark this rank's slot as written, and wake waiting ranks."""
         self.round += 1
-        self._own_counter[0] = self.round
-        fence()
+        publish(self._own_counter, 0, self.round)
         for peer in self.others:
             peer.ring()
 
+    @acquiring
     def met(self) -> bool:
         """Return True once all ranks have reached this rank's count."""
         this_round = self.round

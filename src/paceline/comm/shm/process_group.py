@@ -22,9 +22,10 @@ from paceline.comm.messages import Matching, Message, Receive
 from paceline.comm.operation import Operation, OperationQueue, Steps
 from paceline.comm.process_group import DrivenProcessGroup, MessageSteps, Transport
 from paceline.comm.shm.collectives import MAIL_BYTES, SMALL_BYTES, Rounds, ShmCollectives
-from paceline.comm.shm.progress import Peer, ShmProgress, fence
+from paceline.comm.shm.progress import Peer, ShmProgress
 from paceline.comm.shm.segment import Handle, create
 from paceline.errors import ClusterError, SyncError
+from paceline.shared_words import acquiring, publish
 
 _log = logging.getLogger(__name__)
 
@@ -250,13 +251,13 @@ class ShmOutbox:
         self._written += -size % _HEADER.size
         self._tell()
 
+    @acquiring
     def _free(self) -> int:
         used: int = self._written - self._words[_READ]
         return MAIL_BYTES - used
 
     def _tell(self) -> None:
-        self._words[_WRITTEN] = self._written
-        fence()
+        publish(self._words, _WRITTEN, self._written)
         self._peer.ring()
 
     def waits_for(self) -> list[Peer]:
@@ -297,7 +298,7 @@ class ShmInbox:
 
     def pump(self) -> None:
         """Read the available bytes from the ring."""
-        while (there := self._words[_WRITTEN] - self._read) > 0:
+        while (there := self._unread()) > 0:
             at = self._read % MAIL_BYTES
             if self._coming is None:
                 tag, size = _HEADER.unpack_from(self._headers, at)
@@ -315,7 +316,12 @@ class ShmInbox:
 
     def waits_for(self) -> list[Peer]:
         """Return the sender while the ring is empty."""
-        return [self.peer] if self._words[_WRITTEN] == self._read else []
+        return [] if self._unread() else [self.peer]
+
+    @acquiring
+    def _unread(self) -> int:
+        written: int = self._words[_WRITTEN]
+        return written - self._read
 
     def _begin(self, tag: int, size: int) -> Message:
         """Start to receive a message into the waiting tensor, or else into separate memory."""
@@ -330,8 +336,7 @@ class ShmInbox:
 
     def _take(self, count: int) -> None:
         self._read += count
-        self._words[_READ] = self._read
-        fence()
+        publish(self._words, _READ, self._read)
         self.peer.ring()
 
 

@@ -8,10 +8,7 @@ after a peer has died.
 
 from __future__ import annotations
 
-import ctypes
-import errno
 import os
-import platform
 import select
 import threading
 import time
@@ -22,6 +19,7 @@ from paceline.cluster.cgroup import cpu_quota
 from paceline.comm.operation import GRACE_S, WATCH_S, Driver, Operation, call_all
 from paceline.comm.shm.segment import Handle, Segment, attach, create
 from paceline.rank_environment import RankEnvironment, is_our_rank
+from paceline.shared_words import acquiring, futex_wait, futex_wake, publish
 
 # slightly longer than a wait of ranks in lockstep; not much longer, because ranks may share a core
 SPIN_S = 20e-6
@@ -53,7 +51,7 @@ class Peer:
     def ring(self) -> None:
         """Wake the peer if it sleeps.
 
-        Before this call, a fence must follow the store for which the peer waits.
+        Before this call, the word for which the peer waits must be published.
         """
         if self.doorbell[_SLEEPERS]:
             self.doorbell[_RUNG] = (self.doorbell[_RUNG] + 1) & 0xFFFFFFFF
@@ -152,9 +150,8 @@ class ShmProgress(Driver):
         An operation is hopeless if it has missed its deadline or waits for a dead peer.
         """
         with self.lock:
-            self._doorbell[_SLEEPERS] += 1
-            fence()
-            rung = self._doorbell[_RUNG]
+            publish(self._doorbell, _SLEEPERS, self._doorbell[_SLEEPERS] + 1)
+            rung = self._times_rung()
         try:
             with self.lock:
                 calls = self._advance()  # data that arrived before the doorbell could be rung
@@ -169,6 +166,10 @@ class ShmProgress(Driver):
             self._fail_hopeless()
             calls += self._advance()
         call_all(calls)
+
+    @acquiring
+    def _times_rung(self) -> int:
+        return self._doorbell[_RUNG]
 
     def _run(self) -> None:
         """Run the background thread, which drives operations without a waiting caller.
@@ -195,59 +196,3 @@ class ShmProgress(Driver):
         with self.lock:  # either this thread notices a new operation, or the caller sees that no thread watches
             self._watching = not self._ending and (bool(self._busy) or time.monotonic() < until)
             return self._watching
-
-
-_SYS_FUTEX = 202  # x86-64
-_WAIT, _WAKE = 0, 1
-_EVERYBODY = 2**31 - 1
-
-_libc = ctypes.CDLL(None, use_errno=True)
-_syscall = _libc.syscall
-_syscall.restype = ctypes.c_long
-_one_lock = threading.Lock()
-
-
-class _Timespec(ctypes.Structure):
-    _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
-
-
-def why_no_shared_memory() -> str | None:
-    """Return the reason why this machine cannot use shared memory, or None.
-
-    Flags and data are plain stores, which other cores must see in order. x86-64 guarantees this order. Other processors
-    would need barriers, which Python does not have.
-    """
-    if not hasattr(os, "memfd_create"):
-        return "this system has no memfd_create (Linux 3.17 has)"
-    if platform.machine() not in ("x86_64", "AMD64"):
-        return f"it needs the memory order of x86-64, and this is {platform.machine()}"
-    return None
-
-
-def futex_wait(address: int, expected: int, timeout_s: float) -> None:
-    """Sleep until woken at `address`, or until the time is over.
-
-    The call returns at once if the word is not `expected`.
-    """
-    seconds = int(timeout_s)
-    timespec = _Timespec(seconds, int((timeout_s - seconds) * 1e9))
-    # ctypes releases the GIL around the call.
-    result = _syscall(
-        _SYS_FUTEX, ctypes.c_void_p(address), _WAIT, ctypes.c_uint32(expected), ctypes.byref(timespec), None, 0
-    )
-    if result < 0 and (error := ctypes.get_errno()) not in (errno.EAGAIN, errno.EINTR, errno.ETIMEDOUT):
-        raise OSError(error, f"futex wait: {os.strerror(error)}")
-
-
-def futex_wake(address: int) -> None:
-    """Wake all threads that wait at `address`, in any process."""
-    _syscall(_SYS_FUTEX, ctypes.c_void_p(address), _WAKE, ctypes.c_uint32(_EVERYBODY), None, None, 0)
-
-
-def fence() -> None:
-    """Order earlier stores before later loads.
-
-    On x86-64, only a locked instruction guarantees this order.
-    """
-    with _one_lock:
-        return

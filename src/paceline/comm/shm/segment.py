@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from paceline.errors import ClusterError
+from paceline.shared_words import why_no_shared_memory
 
 # at the end of every segment; proves that the process id was not reused
 TOKEN_BYTES = 16
@@ -84,8 +85,10 @@ def create(size: int, name: str) -> OwnedSegment:
     """Create a segment; `name` appears only in /proc/<pid>/maps.
 
     Raises:
-        ClusterError: the system does not provide the memory.
+        ClusterError: the processor or the system does not support the memory.
     """
+    if (reason := why_no_shared_memory()) is not None:
+        raise ClusterError("memory.unavailable", "shared memory is not available: {reason}", reason=reason)
     try:
         fd = os.memfd_create(f"paceline-{name}", os.MFD_CLOEXEC)
         try:
