@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import DistBackendError
 
+from simulated import recorder
 from simulated.device import _C, TYPE
 from simulated.environment import INNER
 from simulated.faults import Faults
@@ -41,6 +42,7 @@ class SimulatedGroup(dist.ProcessGroup):
         self._faults = Faults.from_environment()
         self._lanes: dict[tuple[str, torch.device], Lane] = {}
         self._batch: list[SimulatedWork] | None = None
+        self._number = 0  # of the newest collective
         self._closed = False
         self._end_at_exit = _ending(weakref.ref(self))
 
@@ -209,6 +211,8 @@ class SimulatedGroup(dist.ProcessGroup):
                     work.wait()
 
         operation = found.launch(name, outs, ins, host, run)
+        self._number += not lane
+        recorder.record(self._name, self._number, name, ins or outs, operation, p2p=bool(lane))
         work = SimulatedWork(found, operation, outs, blocks=name == "barrier")
         if self._batch is not None:
             self._batch.append(work)
@@ -437,4 +441,5 @@ def register() -> None:
     if not hasattr(dist.Backend, BACKEND.upper()):
         dist.Backend.register_backend(BACKEND, _create, extended_api=True, devices=[TYPE])
         dist.Backend.default_device_backend_map[TYPE] = BACKEND
+        recorder.register()
     assert _C.device_count()

@@ -34,6 +34,7 @@ class Operation:
         self.name, self.gate, self.run, self.done, self.kept = name, gate, run, done, kept
         self.due = 0.0
         self.error = ""
+        self.finished = False
 
     def release(self) -> None:
         """Let go of the device's tensors: whoever frees them now is behind it."""
@@ -120,6 +121,7 @@ class Lane:
                 self.broken = operation.error = self.broken or f"{operation.name} failed: {error}"
                 _C.open_gate(operation.gate, operation.error)
             operation.release()
+            operation.finished = not operation.error
 
     def _carry_out(self, operation: Operation) -> None:
         if self.broken:

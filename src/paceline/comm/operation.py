@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import DistBackendError
 
+from paceline.wire.position import report_wait
 from paceline.wire.status import generation_is_over
 
 GRACE_S = 1e-3  # time for the caller to wait itself, before the thread drives its operation
@@ -35,11 +36,22 @@ class Operation:
     """Collective or message in progress.
 
     `waits_for` returns the peers that the operation waits for. `started` is the time when the operation became the
-    first of its queue, because the deadline excludes the time of earlier operations.
+    first of its queue, because the deadline excludes the time of earlier operations. `group`, `number` and `tensors`
+    describe the operation if ranks hang (`positions.py`).
     """
 
-    def __init__(self, what: str, steps: Steps, deadline_s: float, waits_for: Callable[[], Sequence[Awaited]]) -> None:
+    def __init__(
+        self,
+        what: str,
+        steps: Steps,
+        deadline_s: float,
+        waits_for: Callable[[], Sequence[Awaited]],
+        group: object = None,
+        number: int = 0,
+        tensors: Sequence[Any] = (),
+    ) -> None:
         self.what, self.deadline_s, self.waits_for = what, deadline_s, waits_for
+        self.group, self.number, self.tensors = group, number, tensors
         self.done = False
         self.error: Exception | None = None
         self.result: Any = None
@@ -108,6 +120,8 @@ class OperationQueue:
         while self.operations and self.operations[0].advance():
             first = self.operations.popleft()
             if first.error is not None:
+                if not self.breakage.told:
+                    note_failure(first)
                 self.breakage.fail(first.error)
                 self.breakage.told = True
             done.append(first)
@@ -145,8 +159,33 @@ class OperationQueue:
         self.breakage.told = True
 
 
+_last_failure: list[tuple[float, Operation]] = []  # at most one
+
+
+def note_failure(operation: Operation) -> None:
+    """Keep the description of a failed operation for the launcher, without its tensors."""
+    operation.tensors = described(operation.tensors)
+    _last_failure[:] = [(time.monotonic(), operation)]
+
+
+def last_failure() -> tuple[float, Operation | None]:
+    """Return the operation that failed last, and the time of its failure."""
+    return _last_failure[0] if _last_failure else (-math.inf, None)
+
+
+def described(tensors: Sequence[Any], most: int = 3) -> list[str]:
+    """Describe the first tensors of an operation by type and shape."""
+    flat = [one for t in tensors for one in (t if isinstance(t, list | tuple) else [t])]
+    shown = [t if isinstance(t, str) else f"{str(t.dtype).removeprefix('torch.')} {list(t.shape)}" for t in flat[:most]]
+    return shown + ([f"{len(flat) - most} more"] if len(flat) > most else [])
+
+
 class Awaited(Protocol):
-    """Peer that an operation waits for."""
+    """Peer that an operation waits for, with its rank in the group."""
+
+    @property
+    def rank(self) -> int:
+        """Rank of the peer in the group."""
 
     def why_over(self) -> str | None:
         """Return the reason why the peer will send nothing more, or None."""
@@ -309,6 +348,7 @@ class Driver(ABC):
         if reasons := [over[peer] for peer in operation.waits_for() if peer in over] if over else []:
             return self.failure(f"{operation.what} failed after {waited_s:.1f} s: {'; '.join(reasons)}")
         if waited_s > operation.deadline_s:
+            report_wait()
             states = "; ".join(peer.state() for peer in operation.waits_for())
             waiting = f", waiting: {states}" if states else ""
             return self.failure(f"{operation.what}: timeout after {waited_s:.1f} s{waiting}{self.advice}")

@@ -32,15 +32,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
+import msgspec
+
 from paceline import device
 from paceline.cluster.emulate import enter_host
 from paceline.deferred_compiler import defer_compiler
 from paceline.elastic.failure import ErrorRecord, state_of
 from paceline.elastic.forkserver import DEFAULTS, FORKSERVER, Forkserver, receive, send, share
-from paceline.errors import ClusterError, on_failure
-from paceline.files import sockets_fit
+from paceline.errors import ClusterError, lost_a_peer, on_failure
+from paceline.files import sockets_fit, write_whole
 from paceline.job.spec import load_object
 from paceline.rank_environment import RankEnvironment, own_rank
+from paceline.wire.position import ASK, ASK_STOPPED, POSITION, own_position, report_waits_with
 
 PR_SET_PDEATHSIG = 1  # option of prctl
 _EXIT_S = 10  # time for the other threads of a launcher to end after its first thread
@@ -79,7 +82,11 @@ def run(
     assert environment.error_file is not None
     record = environment.error_file
     watch = Launcher(launcher, environment.launcher, record.parent, environment.grace_s)
+    signal.pthread_sigmask(signal.SIG_BLOCK, {ASK})  # before a thread starts, so that all threads block it
     watch.end_with(parent)
+    threading.Thread(target=_answer_with_position, args=(record,), name="positions", daemon=True).start()
+    report_waits_with(lambda: _write_position(record, overdue=True))
+    signal.signal(ASK_STOPPED, lambda *_: _answer_and_stop(record))
     stack = open(record.with_suffix(".stack"), "w")  # noqa: SIM115 - stays open: written to on a crash, and when the launcher asks
     faulthandler.enable(stack)
     faulthandler.register(signal.SIGUSR2, stack, all_threads=True)
@@ -135,10 +142,32 @@ class Launcher:
         os.killpg(0, signal.SIGKILL)
 
 
+def _answer_with_position(record: Path) -> None:
+    """Write this rank's position whenever the launcher asks, also while the main thread is blocked."""
+    while signal.sigwait({ASK}):
+        _write_position(record)
+
+
+def _answer_and_stop(record: Path) -> None:
+    """Write this rank's position, and suspend this process again."""
+    _write_position(record)
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def _write_position(record: Path, error: BaseException | None = None, *, overdue: bool = False) -> None:
+    # another thread may change what is read, and the launcher continues without an answer
+    with suppress(Exception):
+        position, path = msgspec.structs.replace(own_position(error), overdue=overdue), record.with_suffix(POSITION)
+        if position.entered or not path.exists():  # a rank that has left its groups keeps its last position
+            write_whole(path, msgspec.json.encode(position))
+
+
 def _record(error: BaseException, path: Path) -> None:
     """Write the error record for the launcher, with the time of the rank's first error."""
     if isinstance(error, SystemExit) and error.code in (None, 0):
         return
+    if lost_a_peer(error):
+        _write_position(path, error)
     try:
         before = ErrorRecord.read(path)
         now = ErrorRecord.of(error, own_rank())

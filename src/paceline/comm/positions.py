@@ -1,0 +1,204 @@
+"""Reading of this rank's position in its collectives, at the request of the launcher.
+
+The operations of paceline's own groups are read from their queues. For torch's groups (gloo, NCCL), torch's flight
+recorder has every recent collective. The layer is the innermost module in the stack of the main thread. An accelerator
+runs collectives later than the host calls them, so their layer comes from the stack in the flight recorder.
+"""
+
+from __future__ import annotations
+
+import pickle
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from types import FrameType
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+from torch import nn
+from torch._C import _distributed_c10d as c10d
+
+from paceline.comm.operation import Operation, described, last_failure
+from paceline.comm.process_group import DrivenProcessGroup
+from paceline.wire.position import Position, Wait, read_positions_with
+
+_FAILED_S = 5.0  # time in which a failed operation counts as the operation in which the rank waits
+_RECORDERS = ("_dump_nccl_trace", "_dump_xccl_trace", "_dump_fr_trace")  # torch's flight recorders, by backend
+_DTYPES = {
+    "Float": "float32",
+    "Double": "float64",
+    "Half": "float16",
+    "BFloat16": "bfloat16",
+    "Long": "int64",
+    "Int": "int32",
+    "Byte": "uint8",
+}
+_model: weakref.ref[nn.Module] | None = None
+
+
+def name_layers_of(model: nn.Module) -> None:
+    """Take the names of layers in positions from this model."""
+    global _model
+    _model = weakref.ref(model)
+
+
+def own_position(error: BaseException | None = None) -> Position:
+    """Read the position of this rank, or the position in which `error` was raised."""
+    if not dist.is_initialized():
+        return Position()
+    frames = list(_frames(error))
+    layer, groups = _layer(frames), _groups()
+    entered = {about.name: getattr(group, "entered", 0) for group, about in groups.items()}
+    waits: list[Wait] = []
+    driven = {group: about for group, about in groups.items() if isinstance(group, DrivenProcessGroup)}
+    if error is not None or any(frame.f_code.co_name == "drive" for frame in _of_all_threads()):
+        waits = [_wait(operation, driven[operation.group], layer) for operation in _operations(driven)]
+    if len(driven) < len(groups):
+        _read_recorders({about.name: about for about in groups.values()}, layer, entered, waits)
+    return Position(dist.get_rank(), layer, entered, waits)
+
+
+read_positions_with(own_position)
+
+
+class _Group(NamedTuple):
+    name: str
+    label: str
+    members: Sequence[int]
+
+
+def _groups() -> dict[Any, _Group]:
+    world, found = dist.distributed_c10d._world, {}
+    for group, name in list(world.pg_names.items()):
+        members = list(world.pg_group_ranks.get(group, ()))
+        description = str(group.group_desc)
+        axis = description.removeprefix("mesh_")
+        label = "world" if group is dist.group.WORLD else axis if axis != description else f"ranks {members}"
+        found[group] = _Group(str(name), label, members)
+    return found
+
+
+# Operations of paceline's own groups
+
+
+def _operations(groups: Mapping[Any, _Group]) -> Iterator[Operation]:
+    """Yield the first operation of each queue, and the operation that failed last, if it failed recently."""
+    failed_at, failed = last_failure()
+    if failed is not None and time.monotonic() - failed_at < _FAILED_S and failed.group in groups:
+        yield failed
+    for driver in {group._progress: None for group in groups if not group._closed}:
+        for queue in list(driver._busy):
+            with suppress(IndexError):  # the operation has just ended
+                if queue.operations[0].group in groups:
+                    yield queue.operations[0]
+
+
+def _wait(operation: Operation, group: _Group, layer: str) -> Wait:
+    awaited = None
+    with suppress(Exception):  # the group may just have been closed
+        awaited = [group.members[peer.rank] for peer in operation.waits_for()]
+    return Wait(
+        group.name,
+        group.label,
+        operation.number,
+        operation.what,
+        ", ".join(described(operation.tensors)),
+        group.members,
+        awaited or None,
+        layer,
+        time.monotonic() - operation.started,
+    )
+
+
+# Flight recorders
+
+
+def _read_recorders(groups: Mapping[str, _Group], layer: str, entered: dict[str, int], waits: list[Wait]) -> None:
+    """Add the collectives of torch's own groups: how many this rank has entered, and the first unfinished one."""
+    pending: dict[str, dict[str, Any]] = {}
+    for dump in filter(None, (getattr(c10d, name, None) for name in _RECORDERS)):
+        # torch has pickled these bytes in this process
+        for entry in pickle.loads(dump(True, True, False)).get("entries", ()):
+            name, number = entry["process_group"][0], entry["collective_seq_id"]
+            if name not in groups or entry["is_p2p"]:
+                continue
+            entered[name] = max(entered.get(name, 0), number)
+            if entry["state"] != "completed" and not entry["retired"]:
+                pending.setdefault(name, entry)
+    for name, entry in pending.items():
+        sizes = zip(entry["input_dtypes"], entry["input_sizes"], strict=True)
+        tensors = ", ".join(f"{_DTYPES.get(dtype, dtype.lower())} {list(size)}" for dtype, size in sizes)
+        what = entry["profiling_name"].rpartition(":")[2]
+        called_in = _layer_of_lines(entry.get("frames", ())) or layer
+        group = groups[name]
+        waited_s = time.time() - entry["time_created_ns"] / 1e9
+        place = name, group.label, entry["collective_seq_id"], what, tensors, group.members, None, called_in
+        waits.append(Wait(*place, waited_s))
+
+
+def _layer_of_lines(frames: Sequence[Mapping[str, Any]]) -> str:
+    """Return the layer whose forward pass contains the innermost line of a stack that the model defines.
+
+    If several layers share the code, all are named.
+    """
+    model = _model and _model()
+    for frame in frames if model is not None else ():
+        if frame["name"] != "forward":
+            continue
+        found = [name or type(module).__name__ for name, module in model.named_modules() if _has_line(module, frame)]
+        if found:
+            return found[0] if len(found) == 1 else f"one of {', '.join(found)}"
+    return ""
+
+
+def _has_line(module: nn.Module, frame: Mapping[str, Any]) -> bool:
+    code = getattr(type(module).forward, "__code__", None)
+    if code is None or code.co_filename != frame["filename"]:
+        return False
+    lines = [line for _, _, line in code.co_lines() if line is not None]
+    return min(lines) <= frame["line"] <= max(lines)
+
+
+# Stacks
+
+
+def _frames(error: BaseException | None) -> Iterator[FrameType]:
+    """Yield the frames of the main thread, or of an error, innermost first."""
+    if error is None:
+        frame = sys._current_frames().get(threading.main_thread().ident or 0)
+        while frame is not None:
+            yield frame
+            frame = frame.f_back
+        return
+    traced, found = error.__traceback__, list[FrameType]()
+    while traced is not None:
+        found.append(traced.tb_frame)
+        traced = traced.tb_next
+    yield from reversed(found)
+
+
+def _of_all_threads() -> Iterator[FrameType]:
+    for frame in sys._current_frames().values():
+        at: FrameType | None = frame
+        while at is not None:
+            yield at
+            at = at.f_back
+
+
+def _layer(frames: Iterable[FrameType]) -> str:
+    """Return the name of the innermost module whose method is in the stack; "" if there is none."""
+    model = _model and _model()
+    names = {id(module): name for name, module in model.named_modules()} if model is not None else {}
+    for frame in frames:
+        if frame.f_code.co_varnames[:1] != ("self",):
+            continue
+        own = frame.f_locals.get("self")
+        if isinstance(own, nn.Module):
+            return names.get(id(own)) or type(own).__name__
+        # torch's FSDP2 gathers and scatters for a module, outside of the module's methods
+        if type(own).__name__ == "FSDPParamGroup" and (name := own._module_fqn):
+            return str(name)
+    return ""
