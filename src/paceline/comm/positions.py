@@ -193,12 +193,16 @@ def _layer(frames: Iterable[FrameType]) -> str:
     model = _model and _model()
     names = {id(module): name for name, module in model.named_modules()} if model is not None else {}
     for frame in frames:
-        if frame.f_code.co_varnames[:1] != ("self",):
+        first = frame.f_code.co_varnames[:1]
+        if first not in (("self",), ("ctx",)):
             continue
-        own = frame.f_locals.get("self")
+        own = frame.f_locals.get(first[0])
         if isinstance(own, nn.Module):
             return names.get(id(own)) or type(own).__name__
         # torch's FSDP2 gathers and scatters for a module, outside of the module's methods
         if type(own).__name__ == "FSDPParamGroup" and (name := own._module_fqn):
             return str(name)
+        # tensor parallelism sums gradients in an autograd function, which has its layer
+        if first == ("ctx",) and isinstance(name := getattr(own, "layer", None), str) and name:
+            return name
     return ""

@@ -269,7 +269,8 @@ class Ranks:
         """
         ends = self.ends()
         stall = stall or self.stall(members)
-        self.ask_for_stacks({number})
+        if not self[number].stack():
+            self.ask_for_stacks({number})
         ends[number] = replace(ends[number], stack=self[number].stack())
         self[number].kill()
         return hang([ends[number]], ends, time.monotonic_ns(), stall if stall and stall.rank == number else None)

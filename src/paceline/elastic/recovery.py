@@ -105,6 +105,8 @@ class Losses:
         Args:
             stall: the collective that a rank did not enter, if the positions of the ranks show it.
         """
+        if self.replaces:
+            self.ranks.ask_for_stacks({status.rank for status in hung})
         for status in hung if self.replaces else ():
             self._why[status.rank] = self.ranks.kill_hung(status.rank, (), stall)
         return self.replaces
