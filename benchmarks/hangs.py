@@ -50,7 +50,7 @@ job, plan, cluster, run = json.loads(sys.argv[1])
 try:
     paceline.train(job, plan, cluster=cluster, run=run, console=Console(quiet=True))
 except paceline.PacelineError as error:
-    print(json.dumps({"time": time.time(), **error.as_json()}))
+    print(json.dumps({"time": time.time(), "rank": getattr(error, "rank", None), **error.as_json()}))
 """
 
 
@@ -150,8 +150,8 @@ def _wrong(case: Case, error: dict[str, Any]) -> str:
     codes = {"kill": ["launch.rank_killed"]}.get(case.kind, ["launch.rank_hung"] + ["launch.calls_differ"] * calls)
     if error["code"] not in codes:
         wrong.append(f"code {error['code']}")
-    if fields.get("rank") != case.rank:
-        wrong.append(f"rank {fields.get('rank')}")
+    if error["rank"] != case.rank:
+        wrong.append(f"rank {error['rank']}")
     if not fields.get("collective") or not fields.get("group"):
         wrong.append("no collective")
     if fields.get("layer") not in layers(case):

@@ -21,7 +21,7 @@ _entries: deque[tuple[dict[str, Any], Operation]] = deque(maxlen=2000)
 def record(group: str, number: int, name: str, tensors: Sequence[Tensor], operation: Operation, *, p2p: bool) -> None:
     """Note a collective or message at its call, with the stack of the call."""
     kinds = [str(tensor.dtype).removeprefix("torch.") for tensor in tensors]
-    stack = reversed(traceback.extract_stack()[:-2])
+    stack = list(reversed(traceback.extract_stack()[:-2]))
     entry = {
         "process_group": (group, ""),
         "collective_seq_id": number,

@@ -14,7 +14,7 @@ import time
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from types import FrameType
+from types import FrameType, FunctionType
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
@@ -64,6 +64,15 @@ def own_position(error: BaseException | None = None) -> Position:
 read_positions_with(own_position)
 
 
+_IN_LAYER = "layer "
+
+
+def in_layer(function: FunctionType, layer: str) -> FunctionType:
+    """Return a copy of a function whose name in stacks, also in those of the flight recorder, is that of a layer."""
+    code = function.__code__.replace(co_name=f"{_IN_LAYER}{layer}")
+    return FunctionType(code, function.__globals__, function.__name__, function.__defaults__, function.__closure__)
+
+
 class _Group(NamedTuple):
     name: str
     label: str
@@ -76,7 +85,7 @@ def _groups() -> dict[Any, _Group]:
         members = list(world.pg_group_ranks.get(group, ()))
         description = str(group.group_desc)
         axis = description.removeprefix("mesh_")
-        label = "world" if group is dist.group.WORLD else axis if axis != description else f"ranks {members}"
+        label = "world" if group is dist.group.WORLD else axis if axis != description else "+".join(map(str, members))
         found[group] = _Group(str(name), label, members)
     return found
 
@@ -109,7 +118,7 @@ def _wait(operation: Operation, group: _Group, layer: str) -> Wait:
         group.members,
         awaited or None,
         layer,
-        time.monotonic() - operation.started,
+        max(0.0, time.monotonic() - operation.started),
     )
 
 
@@ -131,8 +140,9 @@ def _read_recorders(groups: Mapping[str, _Group], layer: str, entered: dict[str,
     for name, entry in pending.items():
         sizes = zip(entry["input_dtypes"], entry["input_sizes"], strict=True)
         tensors = ", ".join(f"{_DTYPES.get(dtype, dtype.lower())} {list(size)}" for dtype, size in sizes)
-        what = entry["profiling_name"].rpartition(":")[2]
-        called_in = _layer_of_lines(entry.get("frames", ())) or layer
+        library, _, what = entry["profiling_name"].rpartition(":")
+        # on accelerators, the host has called the collective earlier
+        called_in = layer if library == "gloo" else _layer_of_lines(entry.get("frames", ()))
         group = groups[name]
         waited_s = time.time() - entry["time_created_ns"] / 1e9
         place = name, group.label, entry["collective_seq_id"], what, tensors, group.members, None, called_in
@@ -146,6 +156,8 @@ def _layer_of_lines(frames: Sequence[Mapping[str, Any]]) -> str:
     """
     model = _model and _model()
     for frame in frames if model is not None else ():
+        if frame["name"].startswith(_IN_LAYER):
+            return str(frame["name"].removeprefix(_IN_LAYER))
         if frame["name"] != "forward":
             continue
         found = [name or type(module).__name__ for name, module in model.named_modules() if _has_line(module, frame)]

@@ -51,10 +51,11 @@ def launch(
     Args:
         restarts: number of restarts allowed per hour, after failures that may not occur again in a new attempt.
         on_tick: called at least five times a second, in this thread.
-        on_event: called with ("stop", {signal}), ("restart", {attempt, rank, reason, code}) and, if ranks recover,
-            ("lost", {rank, waiting, reason, code, stack, generation, again, waits}), ("host_lost", {host, number,
-            ranks, reason, generation, again, waits_s, revived}), ("host_back", {host, number, ranks, generation}),
-            ("joins", {ranks, generation}) and ("scaled", {by, ranks, host, generation}).
+        on_event: called with ("stop", {signal}), ("restart", {attempt, rank, reason, code}), ("hang", {rank, reason,
+            code} and the fields of a `Stall`) and, if ranks recover, ("lost", {rank, waiting, reason, code, stack,
+            generation, again, waits}), ("host_lost", {host, number, ranks, reason, generation, again, waits_s,
+            revived}), ("host_back", {host, number, ranks, generation}), ("joins", {ranks, generation}) and ("scaled",
+            {by, ranks, host, generation}).
         adopts: ranks that hosts have kept running after the loss of a coordinator. If None, all ranks are started.
 
     Raises:
@@ -198,7 +199,8 @@ class Attempt:
         self.ranks.ask_for_stacks(numbers)
         found = [replace(e, stack=self.ranks[e.status.rank].stack()) for e in ends if e.status.rank in numbers]
         error = hang(found, ends, now_ns, stall)
-        self.ranks.tell("hang", {**error.fields, "code": error.code})
+        about = {"rank": error.rank, "reason": error.fields["head"], "code": error.code}
+        self.ranks.tell("hang", about | (stall.fields if stall else {}))
         for number in numbers:
             self.ranks[number].kill()
         self.ranks.stop_all()
