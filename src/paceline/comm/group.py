@@ -409,7 +409,7 @@ class Group:
                 error=str(error).strip(),
             ) from error
         if waited_s >= self.deadline_s:
-            report_wait()  # first, because the calls below may wait for other ranks
+            report_wait(error)  # first, because the calls below may wait for other ranks
         if ends_generation(error):
             raise GenerationOver(
                 "ranks.interrupted",

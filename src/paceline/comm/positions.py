@@ -14,9 +14,11 @@ import time
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from itertools import chain
 from types import FrameType, FunctionType
 from typing import Any, NamedTuple
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch._C import _distributed_c10d as c10d
@@ -49,15 +51,17 @@ def own_position(error: BaseException | None = None) -> Position:
     """Read the position of this rank, or the position in which `error` was raised."""
     if not dist.is_initialized():
         return Position()
-    frames = list(_frames(error))
-    layer, groups = _layer(frames), _groups()
+    layer, groups = _layer(chain(_frames(error), _frames())), _groups()
     entered = {about.name: getattr(group, "entered", 0) for group, about in groups.items()}
-    waits: list[Wait] = []
     driven = {group: about for group, about in groups.items() if isinstance(group, DrivenProcessGroup)}
-    if error is not None or any(frame.f_code.co_name == "drive" for frame in _of_all_threads()):
-        waits = [_wait(operation, driven[operation.group], layer) for operation in _operations(driven)]
+    waits = [_wait(operation, driven[operation.group], layer) for operation in _operations(driven)]
     if len(driven) < len(groups):
-        _read_recorders({about.name: about for about in groups.values()}, layer, entered, waits)
+        # gloo has just ended the operation that failed
+        failed = error is not None and dist.get_backend() == "gloo"
+        stacks = any(dist.get_backend(group) != "gloo" for group in groups.keys() - driven.keys())
+        waits += _recorded_waits(
+            {about.name: about for about in groups.values()}, layer, entered, stacks=stacks, failed=failed
+        )
     return Position(dist.get_rank(), layer, entered, waits)
 
 
@@ -94,10 +98,12 @@ def _groups() -> dict[Any, _Group]:
 
 
 def _operations(groups: Mapping[Any, _Group]) -> Iterator[Operation]:
-    """Yield the first operation of each queue, and the operation that failed last, if it failed recently."""
+    """Yield the operation that failed last, if it failed recently, and those for which a thread waits."""
     failed_at, failed = last_failure()
     if failed is not None and time.monotonic() - failed_at < _FAILED_S and failed.group in groups:
         yield failed
+    if not any(frame.f_code.co_name == "drive" for frame in _of_all_threads()):
+        return
     for driver in {group._progress: None for group in groups if not group._closed}:
         for queue in list(driver._busy):
             with suppress(IndexError):  # the operation has just ended
@@ -125,18 +131,22 @@ def _wait(operation: Operation, group: _Group, layer: str) -> Wait:
 # Flight recorders
 
 
-def _read_recorders(groups: Mapping[str, _Group], layer: str, entered: dict[str, int], waits: list[Wait]) -> None:
-    """Add the collectives of torch's own groups: how many this rank has entered, and the first unfinished one."""
+def _recorded_waits(
+    groups: Mapping[str, _Group], layer: str, entered: dict[str, int], *, stacks: bool, failed: bool
+) -> Iterator[Wait]:
+    """Yield the first unfinished collective of each of torch's own groups, and set how many this rank has entered.
+
+    If the newest collective has failed, it counts as unfinished.
+    """
     pending: dict[str, dict[str, Any]] = {}
-    for dump in filter(None, (getattr(c10d, name, None) for name in _RECORDERS)):
-        # torch has pickled these bytes in this process
-        for entry in pickle.loads(dump(True, True, False)).get("entries", ()):
-            name, number = entry["process_group"][0], entry["collective_seq_id"]
-            if name not in groups or entry["is_p2p"]:
-                continue
-            entered[name] = max(entered.get(name, 0), number)
-            if entry["state"] != "completed" and not entry["retired"]:
-                pending.setdefault(name, entry)
+    entries = _recorded(stacks=stacks)
+    for entry in entries:
+        name, number = entry["process_group"][0], entry["collective_seq_id"]
+        if name not in groups or entry["is_p2p"]:
+            continue
+        entered[name] = max(entered.get(name, 0), number)
+        if (entry["state"] != "completed" and not entry["retired"]) or (failed and entry is entries[-1]):
+            pending.setdefault(name, entry)
     for name, entry in pending.items():
         sizes = zip(entry["input_dtypes"], entry["input_sizes"], strict=True)
         tensors = ", ".join(f"{_DTYPES.get(dtype, dtype.lower())} {list(size)}" for dtype, size in sizes)
@@ -146,7 +156,22 @@ def _read_recorders(groups: Mapping[str, _Group], layer: str, entered: dict[str,
         group = groups[name]
         waited_s = time.time() - entry["time_created_ns"] / 1e9
         place = name, group.label, entry["collective_seq_id"], what, tensors, group.members, None, called_in
-        waits.append(Wait(*place, waited_s))
+        yield Wait(*place, waited_s)
+
+
+def _recorded(*, stacks: bool) -> list[dict[str, Any]]:
+    """Return the entries of all flight recorders, in order."""
+    # to look up compiled code in stacks, torch would import its compiler, which takes seconds
+    hides_compiler = stacks and "torch._inductor" not in sys.modules
+    if hides_compiler:
+        vars(torch)["_inductor"] = None
+    try:
+        dumps = [dump(True, stacks, False) for name in _RECORDERS if (dump := getattr(c10d, name, None))]
+    finally:
+        if hides_compiler:
+            vars(torch).pop("_inductor", None)
+    # torch has pickled these bytes in this process
+    return [entry for dumped in dumps for entry in pickle.loads(dumped).get("entries", ())]
 
 
 def _layer_of_lines(frames: Sequence[Mapping[str, Any]]) -> str:
@@ -155,15 +180,21 @@ def _layer_of_lines(frames: Sequence[Mapping[str, Any]]) -> str:
     If several layers share the code, all are named.
     """
     model = _model and _model()
-    for frame in frames if model is not None else ():
+    for frame in frames:
         if frame["name"].startswith(_IN_LAYER):
             return str(frame["name"].removeprefix(_IN_LAYER))
         if frame["name"] != "forward":
             continue
-        found = [name or type(module).__name__ for name, module in model.named_modules() if _has_line(module, frame)]
+        found = [name or type(module).__name__ for name, module in _layers_of(model) if _has_line(module, frame)]
         if found:
             return found[0] if len(found) == 1 else f"one of {', '.join(found)}"
     return ""
+
+
+def _layers_of(model: nn.Module | None) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the modules of a model by name; the stages of a pipeline are in a list, whose numbers are left out."""
+    for name, module in model.named_modules() if model is not None else ():
+        yield name.partition(".")[2] if isinstance(model, nn.ModuleList) else name, module
 
 
 def _has_line(module: nn.Module, frame: Mapping[str, Any]) -> bool:
@@ -177,7 +208,7 @@ def _has_line(module: nn.Module, frame: Mapping[str, Any]) -> bool:
 # Stacks
 
 
-def _frames(error: BaseException | None) -> Iterator[FrameType]:
+def _frames(error: BaseException | None = None) -> Iterator[FrameType]:
     """Yield the frames of the main thread, or of an error, innermost first."""
     if error is None:
         frame = sys._current_frames().get(threading.main_thread().ident or 0)
@@ -203,7 +234,7 @@ def _of_all_threads() -> Iterator[FrameType]:
 def _layer(frames: Iterable[FrameType]) -> str:
     """Return the name of the innermost module whose method is in the stack; "" if there is none."""
     model = _model and _model()
-    names = {id(module): name for name, module in model.named_modules()} if model is not None else {}
+    names = {id(module): name for name, module in _layers_of(model)}
     for frame in frames:
         first = frame.f_code.co_varnames[:1]
         if first not in (("self",), ("ctx",)):

@@ -30,7 +30,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import IO, Any, NoReturn
 
 import msgspec
 
@@ -85,11 +85,11 @@ def run(
     signal.pthread_sigmask(signal.SIG_BLOCK, {ASK})  # before a thread starts, so that all threads block it
     watch.end_with(parent)
     threading.Thread(target=_answer_with_position, args=(record,), name="positions", daemon=True).start()
-    report_waits_with(lambda: _write_position(record, overdue=True))
-    signal.signal(ASK_STOPPED, lambda *_: _answer_and_stop(record))
+    report_waits_with(lambda error: _write_position(record, error, overdue=True))
     stack = open(record.with_suffix(".stack"), "w")  # noqa: SIM115 - stays open: written to on a crash, and when the launcher asks
     faulthandler.enable(stack)
     faulthandler.register(signal.SIGUSR2, stack, all_threads=True)
+    signal.signal(ASK_STOPPED, lambda *_: _answer_and_stop(record, stack))
     on_failure(lambda error: _record(error, record))
     try:
         enter_host(environment.host)  # called before torch or user code starts a thread
@@ -148,8 +148,9 @@ def _answer_with_position(record: Path) -> None:
         _write_position(record)
 
 
-def _answer_and_stop(record: Path) -> None:
-    """Write this rank's position, and suspend this process again."""
+def _answer_and_stop(record: Path, stack: IO[str]) -> None:
+    """Write this rank's stack trace and position, and suspend this process again."""
+    faulthandler.dump_traceback(stack)
     _write_position(record)
     os.kill(os.getpid(), signal.SIGSTOP)
 
@@ -166,12 +167,12 @@ def _record(error: BaseException, path: Path) -> None:
     """Write the error record for the launcher, with the time of the rank's first error."""
     if isinstance(error, SystemExit) and error.code in (None, 0):
         return
-    if lost_a_peer(error):
-        _write_position(path, error)
     try:
         before = ErrorRecord.read(path)
         now = ErrorRecord.of(error, own_rank())
         (now if before is None else replace(now, time=before.time)).write(path)
+        if lost_a_peer(error):
+            _write_position(path, error)
     # the launcher and its folder are gone, or the disk is full, so that only this rank can show the error
     except OSError:
         traceback.print_exception(error)

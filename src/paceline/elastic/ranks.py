@@ -341,13 +341,11 @@ class Ranks:
     def ask_for_stacks(self, numbers: Set[int]) -> None:
         """Make hung ranks write their stack traces, and wait briefly for these.
 
-        A suspended rank is continued, because it must handle the signal. The caller kills the rank afterwards.
+        A suspended rank writes its stack trace with its position.
         """
-        asked = [rank for rank in self if rank.number in numbers]
+        asked = [rank for rank in self if rank.number in numbers and not rank.stopped]
         for rank in asked:
             rank.signal(signal.SIGUSR2)
-            if rank.stopped:
-                rank.signal(signal.SIGCONT)
         until = time.monotonic() + _ANSWER_S
         while time.monotonic() < until and not all(rank.stack() for rank in asked):
             self.note_ends(0.02)

@@ -105,11 +105,12 @@ class Losses:
         Args:
             stall: the collective that a rank did not enter, if the positions of the ranks show it.
         """
-        if self.replaces:
-            self.ranks.ask_for_stacks({status.rank for status in hung})
-        for status in hung if self.replaces else ():
+        if not self.replaces:
+            return False
+        self.ranks.ask_for_stacks({status.rank for status in hung})
+        for status in hung:
             self._why[status.rank] = self.ranks.kill_hung(status.rank, (), stall)
-        return self.replaces
+        return True
 
     @property
     def ending(self) -> bool:

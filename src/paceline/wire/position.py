@@ -15,7 +15,8 @@ import msgspec
 
 # Signal that asks a rank for its position. Every thread of a rank blocks it, and one thread waits for it.
 ASK = signal.SIGRTMAX - 5
-# The same for a rank that SIGSTOP has suspended, followed by SIGCONT. The rank suspends itself again after its answer.
+# The same for a rank that SIGSTOP has suspended, followed by SIGCONT. The rank answers, also with its stack trace, and
+# suspends itself again.
 ASK_STOPPED = signal.SIGRTMAX - 6
 POSITION = ".position"  # suffix of the file with a rank's position, beside its error record
 
@@ -82,7 +83,7 @@ class Position(msgspec.Struct, frozen=True):
 
 
 _readers: list[Callable[[BaseException | None], Position]] = []  # at most one
-_reporters: list[Callable[[], Any]] = []  # at most one
+_reporters: list[Callable[[BaseException | None], Any]] = []  # at most one
 
 
 def read_positions_with(read: Callable[[BaseException | None], Position]) -> None:
@@ -95,12 +96,12 @@ def own_position(error: BaseException | None = None) -> Position:
     return _readers[0](error) if _readers else Position()
 
 
-def report_waits_with(report: Callable[[], Any]) -> None:
+def report_waits_with(report: Callable[[BaseException | None], Any]) -> None:
     """Register the function that reports a wait beyond its deadline to the launcher."""
     _reporters[:] = [report]
 
 
-def report_wait() -> None:
-    """Report that a wait of this rank has reached its deadline."""
+def report_wait(error: BaseException | None = None) -> None:
+    """Report that a wait of this rank has reached its deadline, which has raised `error` unless it goes on."""
     for report in _reporters:
-        report()
+        report(error)
