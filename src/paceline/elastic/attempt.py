@@ -145,8 +145,10 @@ class Attempt:
         stall = None
         if not any(end.record for end in before if end.status.rank in members and end.primary):
             stall = ranks.stall(self.losses.counted)
-            if stall and before[stall.rank].code is None and before[stall.rank].record is None:
-                return self._hang([before[stall.rank].status], stall)
+            late = before[stall.rank] if stall else None
+            # a rank that a signal ended did not hang, and another error describes calls that differ
+            if stall and late and not stall.differs and (late.code is None or late.record):
+                return self._hang([late.status], stall)
         ranks.stop_all()
         after = ranks.ends()
         ends = [

@@ -182,7 +182,8 @@ def root_cause(ends: Sequence[RankEnd], oom_kills: int | None, stall: Stall | No
             rank=stall.rank,
             **stall.fields,
         )
-    lost = min((e for e in ends if e.record or e.code), key=lambda e: e.failed_at)
+    caused = stall.rank if stall else None
+    lost = min((e for e in ends if e.record or e.code), key=lambda e: (e.status.rank != caused, e.failed_at))
     failure = _describe(lost, len(ends), oom_kills, stall)
     left = [e for e in ends if e.code == 0]
     if left:
@@ -232,7 +233,8 @@ def hang(hung: Sequence[RankEnd], ends: Sequence[RankEnd], now_ns: int, stall: S
     more = "".join(
         f"\n{_who(e)} has been in {_where(e.status)} for {e.status.idle_s(now_ns):.0f} s as well" for e in hung[1:]
     )
-    stacks = "".join(f"\n\nThe stack of rank {e.status.rank}:\n{shortened(e.stack)}" for e in hung if e.stack)
+    traces = {e.status.rank: shortened(e.stack) or (e.record.traceback if e.record else "") for e in hung}
+    stacks = "".join(f"\n\nThe stack of rank {rank}:\n{trace}" for rank, trace in traces.items() if trace)
     advice = "" if first.stopped or first.status.phase == "starting" else ". If it is only slow, raise deadline_s"
     return LaunchError(
         "launch.rank_hung",
@@ -365,7 +367,7 @@ def shortened(stack: str) -> str:
     Frames outside the rank's own function are omitted.
     """
     threads = [thread for thread in stack.split("\n\n") if "hread 0x" in thread and not _WAITING.search(thread)]
-    threads.sort(key=lambda thread: "Current thread" not in thread)
+    threads.sort(key=lambda thread: ("elastic/rank.py" not in thread, "Current thread" not in thread))
     around = ("elastic/rank.py", "<frozen runpy>")
     lines = [line for line in "\n\n".join(threads).splitlines() if not any(place in line for place in around)]
     return "\n".join(lines[:_STACK_LINES])

@@ -343,7 +343,7 @@ class Ranks:
 
         A suspended rank writes its stack trace with its position.
         """
-        asked = [rank for rank in self if rank.number in numbers and not rank.stopped]
+        asked = [rank for rank in self if rank.number in numbers and rank.code is None and not rank.stopped]
         for rank in asked:
             rank.signal(signal.SIGUSR2)
         until = time.monotonic() + _ANSWER_S
