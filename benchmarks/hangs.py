@@ -167,8 +167,9 @@ def _wrong(case: Case, error: dict[str, Any]) -> str:
 def layers(case: Case) -> set[str]:
     """Return the names that are right: of the layer of the collective, or of the layer in which the rank hangs."""
     own = f"body.{case.layer}"
-    if case.plan.startswith("fsdp"):  # gathers the next layer
-        return {f"body.{case.layer + 1}"}
+    if case.plan.startswith("fsdp"):  # gathers the next layer; a killed rank takes with it what its device has queued
+        queued = range(case.layer + 1) if case.place == "sim" and case.kind == "kill" else ()
+        return {f"body.{case.layer + 1}", *(f"body.{i}" for i in queued)}
     if case.plan.startswith("tp"):
         return {f"{own}.down"}
     return {own, ""} if case.kind == "kill" else {own}
