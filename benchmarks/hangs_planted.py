@@ -9,6 +9,7 @@ import time
 import traceback
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,7 +30,8 @@ class Net(nn.Module):
         made = kinds.get(kind.partition("-")[0], Layer)
         self.body = nn.Sequential(*(made() if i == layer else Layer() for i in range(LAYERS)))
         self.fault = Fault(kind.partition("-")[0], rank, step, Path(folder))
-        self.body[layer].fault = self.fault
+        faulty: Any = self.body[layer]
+        faulty.fault = self.fault
 
     def forward(self, x: Tensor) -> Tensor:
         self.fault.count(training=self.training)

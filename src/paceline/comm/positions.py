@@ -72,7 +72,10 @@ _IN_LAYER = "layer "
 
 
 def in_layer(function: FunctionType, layer: str) -> FunctionType:
-    """Return a copy of a function whose name in stacks, also in those of the flight recorder, is that of a layer."""
+    """Return a copy of a function that has the name of a layer in stacks.
+
+    The flight recorder keeps these stacks.
+    """
     code = function.__code__.replace(co_name=f"{_IN_LAYER}{layer}")
     return FunctionType(code, function.__globals__, function.__name__, function.__defaults__, function.__closure__)
 
@@ -98,7 +101,7 @@ def _groups() -> dict[Any, _Group]:
 
 
 def _operations(groups: Mapping[Any, _Group]) -> Iterator[Operation]:
-    """Yield the operation that failed last, if it failed recently, and those for which a thread waits."""
+    """Yield an operation that has just failed, and those for which a thread waits."""
     failed_at, failed = last_failure()
     if failed is not None and time.monotonic() - failed_at < _FAILED_S and failed.group in groups:
         yield failed
@@ -134,9 +137,9 @@ def _wait(operation: Operation, group: _Group, layer: str) -> Wait:
 def _recorded_waits(
     groups: Mapping[str, _Group], layer: str, entered: dict[str, int], *, stacks: bool, failed: bool
 ) -> Iterator[Wait]:
-    """Yield the first unfinished collective of each of torch's own groups, and set how many this rank has entered.
+    """Yield the first unfinished collective of each of torch's own groups.
 
-    If the newest collective has failed, it counts as unfinished.
+    `entered` gets the number of collectives of each group. If the newest collective has failed, it counts as unfinished.
     """
     pending: dict[str, dict[str, Any]] = {}
     entries = _recorded(stacks=stacks)
@@ -175,7 +178,7 @@ def _recorded(*, stacks: bool) -> list[dict[str, Any]]:
 
 
 def _layer_of_lines(frames: Sequence[Mapping[str, Any]]) -> str:
-    """Return the layer whose forward pass contains the innermost line of a stack that the model defines.
+    """Return the layer whose forward pass contains the innermost line of the model's code.
 
     If several layers share the code, all are named.
     """
@@ -192,7 +195,7 @@ def _layer_of_lines(frames: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _layers_of(model: nn.Module | None) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the modules of a model by name; the stages of a pipeline are in a list, whose numbers are left out."""
+    """Yield the modules of a model by name, without the numbers of a pipeline's stages."""
     for name, module in model.named_modules() if model is not None else ():
         yield name.partition(".")[2] if isinstance(model, nn.ModuleList) else name, module
 
@@ -232,7 +235,7 @@ def _of_all_threads() -> Iterator[FrameType]:
 
 
 def _layer(frames: Iterable[FrameType]) -> str:
-    """Return the name of the innermost module whose method is in the stack; "" if there is none."""
+    """Return the name of the innermost module with a method in the stack, or ""."""
     model = _model and _model()
     names = {id(module): name for name, module in _layers_of(model)}
     for frame in frames:

@@ -185,7 +185,7 @@ class Attempt:
         return self.watchdog.look(alive, idle_s, time.monotonic(), paging)
 
     def _examined(self, hung: Sequence[RankStatus]) -> tuple[list[RankStatus], Stall | None]:
-        """Find the ranks that caused a hang, among ranks without progress, by the positions of all ranks.
+        """Find the ranks that caused a hang from the positions of all ranks.
 
         A rank that waits for others in a layer makes no progress either, but is not the cause.
         """

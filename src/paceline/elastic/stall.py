@@ -44,7 +44,7 @@ class Stall:
 
     @property
     def layer(self) -> str:
-        """The layer of the collective; if it has none, the layer in which the rank is."""
+        """The layer of the collective, or else the layer in which the rank is."""
         return self.wait.layer or self.own_layer
 
     @property
@@ -56,7 +56,7 @@ class Stall:
 
 
 def stall_of(positions: Mapping[int, Position], statuses: Sequence[RankStatus], members: Sequence[int]) -> Stall | None:
-    """Find the rank that did not enter a collective, and the collective; None if the positions do not show it.
+    """Find the rank that did not enter a collective, or return None.
 
     Args:
         positions: positions of the ranks that have answered, by number.
@@ -101,7 +101,7 @@ class _Comparison:
         return self.positions[number].entered.get(group, 0)
 
     def _different_call(self) -> Stall | None:
-        """Find ranks that differ in the operation or the tensors of one collective, and blame the fewest."""
+        """Find ranks with different operations or tensors in one collective, and blame the fewest."""
         places: dict[tuple[str, int], dict[int, Wait]] = defaultdict(dict)
         for number, position in self.positions.items():
             for wait in position.waits:
@@ -129,7 +129,7 @@ class _Comparison:
         return Stall(rank, waiting, sorted(self.depends), wait, step, own.layer if own else "", **more)
 
     def _progress(self, number: int) -> tuple[int, int, float]:
-        """How far a rank is in its program: its step, its phase, and how late it began to wait."""
+        """Position of a rank in its program: step, phase, and how late it began to wait."""
         status, position = self.statuses[number], self.positions.get(number, Position())
         return status.step, PHASES.index(status.phase), -min((w.waited_s for w in position.waits), default=0.0)
 

@@ -102,6 +102,10 @@ def report_waits_with(report: Callable[[BaseException | None], Any]) -> None:
 
 
 def report_wait(error: BaseException | None = None) -> None:
-    """Report that a wait of this rank has reached its deadline, which has raised `error` unless it goes on."""
+    """Report that a wait of this rank has reached its deadline.
+
+    Args:
+        error: the error that has ended the wait, if it was raised already.
+    """
     for report in _reporters:
         report(error)
