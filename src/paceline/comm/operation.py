@@ -14,8 +14,9 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import suppress
 from datetime import timedelta
-from typing import Any, ClassVar, Protocol, Self
+from typing import Any, ClassVar, NamedTuple, Protocol, Self
 
 import torch
 import torch.distributed as dist
@@ -46,7 +47,7 @@ class Operation:
         steps: Steps,
         deadline_s: float,
         waits_for: Callable[[], Sequence[Awaited]],
-        group: object = None,
+        group: dist.ProcessGroup | None = None,
         number: int = 0,
         tensors: Sequence[Any] = (),
     ) -> None:
@@ -159,25 +160,53 @@ class OperationQueue:
         self.breakage.told = True
 
 
-_last_failure: list[tuple[float, Operation]] = []  # at most one
+class Description(NamedTuple):
+    """Description of an operation that waits, or that has just failed.
+
+    Attributes:
+        group: name of the operation's group.
+        tensors: types and shapes of the first tensors.
+        awaited: group ranks of the peers that the operation waits for.
+        at: time of the description.
+    """
+
+    what: str
+    group: str
+    number: int
+    tensors: str
+    awaited: Sequence[int]
+    waited_s: float
+    at: float
+
+    @classmethod
+    def of(cls, operation: Operation) -> Description:
+        """Describe an operation now."""
+        awaited: Sequence[int] = ()
+        with suppress(Exception):  # another thread may be advancing the operation
+            awaited = [peer.rank for peer in operation.waits_for()]
+        group = "" if operation.group is None else operation.group.getGroupName()
+        now = time.monotonic()
+        waited_s = max(0.0, now - operation.started)
+        return cls(operation.what, group, operation.number, _shown(operation.tensors), awaited, waited_s, now)
+
+
+_last_failure: list[Description] = []  # at most one
 
 
 def note_failure(operation: Operation) -> None:
-    """Keep the description of a failed operation for the launcher, without its tensors."""
-    operation.tensors = described(operation.tensors)
-    _last_failure[:] = [(time.monotonic(), operation)]
+    """Keep the description of a failed operation for the launcher."""
+    _last_failure[:] = [Description.of(operation)]
 
 
-def last_failure() -> tuple[float, Operation | None]:
-    """Return the operation that failed last, and the time of its failure."""
-    return _last_failure[0] if _last_failure else (-math.inf, None)
+def last_failure() -> Description | None:
+    """Return the description of the operation that failed last."""
+    return _last_failure[0] if _last_failure else None
 
 
-def described(tensors: Sequence[Any], most: int = 3) -> list[str]:
-    """Describe the first tensors of an operation by type and shape."""
+def _shown(tensors: Sequence[Any], most: int = 3) -> str:
     flat = [one for t in tensors for one in (t if isinstance(t, list | tuple) else [t])]
-    shown = [t if isinstance(t, str) else f"{str(t.dtype).removeprefix('torch.')} {list(t.shape)}" for t in flat[:most]]
-    return shown + ([f"{len(flat) - most} more"] if len(flat) > most else [])
+    shown = [f"{str(t.dtype).removeprefix('torch.')} {list(t.shape)}" for t in flat[:most]]
+    return ", ".join(shown) + (f" and {len(flat) - most} more" if len(flat) > most else "")
 
 
 class Awaited(Protocol):

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import nn
 from torch._C import _distributed_c10d as c10d
 
-from paceline.comm.operation import Operation, described, last_failure
+from paceline.comm.operation import Description, last_failure
 from paceline.comm.process_group import DrivenProcessGroup
 from paceline.wire.position import Position, Wait, read_positions_with
 
@@ -52,13 +52,28 @@ def own_position(error: BaseException | None = None) -> Position:
     if not dist.is_initialized():
         return Position()
     layer, groups = _layer(chain(_frames(error), _frames())), _groups()
+    named = {about.name: about for about in groups.values()}
     entered = {about.name: getattr(group, "entered", 0) for group, about in groups.items()}
-    driven = {group: about for group, about in groups.items() if isinstance(group, DrivenProcessGroup)}
-    waits = [_wait(operation, driven[operation.group], layer) for operation in _operations(driven)]
+    driven = [group for group in groups if isinstance(group, DrivenProcessGroup)]
+    waits = [
+        Wait(
+            found.group,
+            named[found.group].label,
+            found.number,
+            found.what,
+            found.tensors,
+            named[found.group].members,
+            [named[found.group].members[rank] for rank in found.awaited] or None,
+            layer,
+            found.waited_s,
+        )
+        for found in _operations(driven)
+        if found.group in named
+    ]
     if len(driven) < len(groups):
         # gloo has just ended the operation that failed
         failed = error is not None and dist.get_backend() == "gloo"
-        stacks = any(dist.get_backend(group) != "gloo" for group in groups.keys() - driven.keys())
+        stacks = any(dist.get_backend(group) != "gloo" for group in groups.keys() - set(driven))
         waits += _recorded_waits(
             {about.name: about for about in groups.values()}, layer, entered, stacks=stacks, failed=failed
         )
@@ -100,35 +115,17 @@ def _groups() -> dict[Any, _Group]:
 # Operations of paceline's own groups
 
 
-def _operations(groups: Mapping[Any, _Group]) -> Iterator[Operation]:
+def _operations(groups: Sequence[DrivenProcessGroup]) -> Iterator[Description]:
     """Yield an operation that has just failed, and those for which a thread waits."""
-    failed_at, failed = last_failure()
-    if failed is not None and time.monotonic() - failed_at < _FAILED_S and failed.group in groups:
+    failed = last_failure()
+    if failed is not None and time.monotonic() - failed.at < _FAILED_S:
         yield failed
     if not any(frame.f_code.co_name == "drive" for frame in _of_all_threads()):
         return
     for driver in {group._progress: None for group in groups if not group._closed}:
         for queue in list(driver._busy):
             with suppress(IndexError):  # the operation has just ended
-                if queue.operations[0].group in groups:
-                    yield queue.operations[0]
-
-
-def _wait(operation: Operation, group: _Group, layer: str) -> Wait:
-    awaited = None
-    with suppress(Exception):  # the group may just have been closed
-        awaited = [group.members[peer.rank] for peer in operation.waits_for()]
-    return Wait(
-        group.name,
-        group.label,
-        operation.number,
-        operation.what,
-        ", ".join(described(operation.tensors)),
-        group.members,
-        awaited or None,
-        layer,
-        max(0.0, time.monotonic() - operation.started),
-    )
+                yield Description.of(queue.operations[0])
 
 
 # Flight recorders
@@ -139,7 +136,7 @@ def _recorded_waits(
 ) -> Iterator[Wait]:
     """Yield the first unfinished collective of each of torch's own groups.
 
-    `entered` gets the number of collectives of each group. If the newest collective has failed, it counts as unfinished.
+    `entered` gets the number of collectives of each group. If the newest one has failed, it counts as unfinished.
     """
     pending: dict[str, dict[str, Any]] = {}
     entries = _recorded(stacks=stacks)
