@@ -29,6 +29,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
@@ -85,7 +86,7 @@ def run(
     signal.pthread_sigmask(signal.SIG_BLOCK, {ASK})  # before a thread starts, so that all threads block it
     watch.end_with(parent)
     threading.Thread(target=_answer_with_position, args=(record,), name="positions", daemon=True).start()
-    report_waits_with(lambda error: _write_position(record, error, overdue=True))
+    report_waits_with(partial(_write_position, record))
     stack = open(record.with_suffix(".stack"), "w")  # noqa: SIM115 - stays open: written to on a crash, and when the launcher asks
     faulthandler.enable(stack)
     faulthandler.register(signal.SIGUSR2, stack, all_threads=True)
@@ -155,10 +156,10 @@ def _answer_and_stop(record: Path, stack: IO[str]) -> None:
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
-def _write_position(record: Path, error: BaseException | None = None, *, overdue: bool = False) -> None:
+def _write_position(record: Path, error: BaseException | None = None) -> None:
     # another thread may change what is read, and the launcher continues without an answer
     with suppress(Exception):
-        position, path = msgspec.structs.replace(own_position(error), overdue=overdue), record.with_suffix(POSITION)
+        position, path = own_position(error), record.with_suffix(POSITION)
         if position.entered or not path.exists():  # a rank that has left its groups keeps its last position
             write_whole(path, msgspec.json.encode(position))
 

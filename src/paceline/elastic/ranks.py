@@ -305,9 +305,18 @@ class Ranks:
         return stall_of({n: position for n, position in positions.items() if position}, board, members)
 
     def overdue(self, members: Collection[int]) -> bool:
-        """Return True if a running member reports a wait beyond its deadline."""
-        found = [number for number in members if self[number].code is None]
-        return any(self[number].record.with_suffix(POSITION).exists() for number in found)
+        """Return True if a running member reports a wait of `deadline_s`.
+
+        A rank also reports waits with shorter timeouts of their own, after which its program may go on.
+        """
+        for rank in (self[number] for number in members):
+            file = rank.record.with_suffix(POSITION)
+            if rank.code is None and not rank.record.exists() and file.exists():
+                position = Position.from_json(file.read_bytes()) or Position()
+                if any(wait.waited_s > 0.95 * self.setting.deadline_s for wait in position.waits):
+                    return True
+                file.unlink(missing_ok=True)
+        return False
 
     def obey_signals(self) -> None:
         """Forward a signal that the launcher received.

@@ -129,7 +129,7 @@ class _Comparison:
         return Stall(rank, waiting, sorted(self.depends), wait, step, own.layer if own else "", **more)
 
     def _progress(self, number: int) -> tuple[int, int, float]:
-        """Position of a rank in its program: step, phase, and how late it began to wait."""
+        """Progress of a rank in its program: step, phase, and start of its wait."""
         status, position = self.statuses[number], self.positions.get(number, Position())
         return status.step, PHASES.index(status.phase), -min((w.waited_s for w in position.waits), default=0.0)
 

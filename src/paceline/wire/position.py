@@ -64,14 +64,12 @@ class Position(msgspec.Struct, frozen=True):
         layer: name of the module that the main thread executes; "" outside of modules.
         entered: number of collectives that the rank has entered, by group.
         waits: operations in which the rank waits. The deadline may just have ended them.
-        overdue: True if the rank reports a wait that has reached its deadline, without a request.
     """
 
     rank: int = 0
     layer: str = ""
     entered: dict[str, int] = {}
     waits: Sequence[Wait] = ()
-    overdue: bool = False
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Position | None:
