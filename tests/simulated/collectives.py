@@ -29,6 +29,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import DistBackendError
 
+from simulated import recorder
 from simulated.device import _C, TYPE
 from simulated.environment import INIT_MS, INNER, LOG
 from simulated.faults import Faults
@@ -53,6 +54,7 @@ class SimulatedGroup(dist.ProcessGroup):
         self._lock, self._closed, self._ended = threading.Lock(), False, False
         self._aborted = threading.Event()
         self._polls = not isinstance(inner, dist.ProcessGroupGloo)  # whose messages end only in `wait`
+        self._number = 0  # of the newest collective
         self._end_at_exit = _ending(weakref.ref(self))
 
     # Collectives
@@ -235,6 +237,8 @@ class SimulatedGroup(dist.ProcessGroup):
                 raise
 
         operation = found.launch(name, outs, ins, host, run)
+        self._number += not lane
+        recorder.record(self._name, self._number, name, ins or outs, operation, p2p=bool(lane))
         work = SimulatedWork(found, operation, outs, blocks=name == "barrier")
         if self._batch is not None:
             self._batch.append(work)
@@ -513,4 +517,5 @@ def register() -> None:
     if not hasattr(dist.Backend, BACKEND.upper()):
         dist.Backend.register_backend(BACKEND, _create, extended_api=True, devices=[TYPE])
         dist.Backend.default_device_backend_map[TYPE] = BACKEND
+        recorder.register()
     assert _C.device_count()

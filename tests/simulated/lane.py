@@ -35,6 +35,7 @@ class Operation:
         self.name, self.gate, self.run, self.done, self.kept = name, gate, run, done, kept
         self.due = 0.0
         self.error = ""
+        self.finished = False
 
     def release(self) -> None:
         """Let go of the device's tensors: whoever frees them now is behind it."""
@@ -142,6 +143,7 @@ class Lane:
             with self._lock:
                 self._pending.popleft()
             operation.release()
+            operation.finished = not operation.error
 
     def _carry_out(self, operation: Operation) -> None:
         if self.broken:

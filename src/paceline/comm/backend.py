@@ -20,6 +20,8 @@ import torch.distributed.nn.functional
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 # Imported before ranks are forked from the forkserver; otherwise `register_transport` would import it in each rank.
+# The launcher asks every rank for its position.
+import paceline.comm.positions
 import paceline.comm.tcp  # noqa: F401
 from paceline.cluster.launch_engines import is_rank
 from paceline.cluster.machine import host_identity, own_interface

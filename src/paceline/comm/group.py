@@ -20,6 +20,7 @@ from paceline.comm.rendezvous import missing_ranks, register
 from paceline.comm.transport import make_process_group
 from paceline.device import on_accelerator
 from paceline.errors import LoaderProcessError, SyncError, lost_a_peer
+from paceline.wire.position import report_wait
 from paceline.wire.status import GenerationOver, ends_generation, refuse_aborted
 
 if TYPE_CHECKING:
@@ -432,6 +433,8 @@ class Group:
                 what=what,
                 error=str(error).strip(),
             ) from error
+        if waited_s >= self.deadline_s:
+            report_wait(error)  # first, because the calls below may wait for other ranks
         if ends_generation(error):
             raise GenerationOver(
                 "ranks.interrupted",

@@ -14,13 +14,15 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import suppress
 from datetime import timedelta
-from typing import Any, ClassVar, Protocol, Self
+from typing import Any, ClassVar, NamedTuple, Protocol, Self
 
 import torch
 import torch.distributed as dist
 from torch.distributed import DistBackendError
 
+from paceline.wire.position import report_wait
 from paceline.wire.status import generation_is_over
 
 GRACE_S = 1e-3  # time for the caller to wait itself, before the thread drives its operation
@@ -35,11 +37,22 @@ class Operation:
     """Collective or message in progress.
 
     `waits_for` returns the peers that the operation waits for. `started` is the time when the operation became the
-    first of its queue, because the deadline excludes the time of earlier operations.
+    first of its queue, because the deadline excludes the time of earlier operations. `group`, `number` and `tensors`
+    describe the operation if ranks hang (`positions.py`).
     """
 
-    def __init__(self, what: str, steps: Steps, deadline_s: float, waits_for: Callable[[], Sequence[Awaited]]) -> None:
+    def __init__(
+        self,
+        what: str,
+        steps: Steps,
+        deadline_s: float,
+        waits_for: Callable[[], Sequence[Awaited]],
+        group: dist.ProcessGroup | None = None,
+        number: int = 0,
+        tensors: Sequence[Any] = (),
+    ) -> None:
         self.what, self.deadline_s, self.waits_for = what, deadline_s, waits_for
+        self.group, self.number, self.tensors = group, number, tensors
         self.done = False
         self.error: Exception | None = None
         self.result: Any = None
@@ -108,6 +121,8 @@ class OperationQueue:
         while self.operations and self.operations[0].advance():
             first = self.operations.popleft()
             if first.error is not None:
+                if not self.breakage.told:
+                    note_failure(first)
                 self.breakage.fail(first.error)
                 self.breakage.told = True
             done.append(first)
@@ -145,8 +160,61 @@ class OperationQueue:
         self.breakage.told = True
 
 
+class Description(NamedTuple):
+    """Description of an operation that waits, or that has just failed.
+
+    Attributes:
+        group: name of the operation's group.
+        tensors: types and shapes of the first tensors.
+        awaited: group ranks of the peers that the operation waits for.
+        at: time of the description.
+    """
+
+    what: str
+    group: str
+    number: int
+    tensors: str
+    awaited: Sequence[int]
+    waited_s: float
+    at: float
+
+    @classmethod
+    def of(cls, operation: Operation) -> Description:
+        """Describe an operation now."""
+        awaited: Sequence[int] = ()
+        with suppress(Exception):  # another thread may be advancing the operation
+            awaited = [peer.rank for peer in operation.waits_for()]
+        group = "" if operation.group is None else operation.group.getGroupName()
+        now = time.monotonic()
+        waited_s = max(0.0, now - operation.started)
+        return cls(operation.what, group, operation.number, _shown(operation.tensors), awaited, waited_s, now)
+
+
+_last_failure: list[Description] = []  # at most one
+
+
+def note_failure(operation: Operation) -> None:
+    """Keep the description of a failed operation for the launcher."""
+    _last_failure[:] = [Description.of(operation)]
+
+
+def last_failure() -> Description | None:
+    """Return the description of the operation that failed last."""
+    return _last_failure[0] if _last_failure else None
+
+
+def _shown(tensors: Sequence[Any], most: int = 3) -> str:
+    flat = [one for t in tensors for one in (t if isinstance(t, list | tuple) else [t])]
+    shown = [f"{str(t.dtype).removeprefix('torch.')} {list(t.shape)}" for t in flat[:most]]
+    return ", ".join(shown) + (f" and {len(flat) - most} more" if len(flat) > most else "")
+
+
 class Awaited(Protocol):
-    """Peer that an operation waits for."""
+    """Peer that an operation waits for, with its rank in the group."""
+
+    @property
+    def rank(self) -> int:
+        """Rank of the peer in the group."""
 
     def why_over(self) -> str | None:
         """Return the reason why the peer will send nothing more, or None."""
@@ -309,6 +377,7 @@ class Driver(ABC):
         if reasons := [over[peer] for peer in operation.waits_for() if peer in over] if over else []:
             return self.failure(f"{operation.what} failed after {waited_s:.1f} s: {'; '.join(reasons)}")
         if waited_s > operation.deadline_s:
+            report_wait()
             states = "; ".join(peer.state() for peer in operation.waits_for())
             waiting = f", waiting: {states}" if states else ""
             return self.failure(f"{operation.what}: timeout after {waited_s:.1f} s{waiting}{self.advice}")

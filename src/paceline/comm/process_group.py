@@ -59,6 +59,7 @@ class DrivenProcessGroup(dist.ProcessGroup):
         self._progress, self._collectives = progress, collectives
         self._operations = OperationQueue()
         self._closed = False
+        self.entered = 0  # number of collectives that this rank has entered
         _open.add(self)
 
     # Collectives
@@ -275,7 +276,9 @@ class DrivenProcessGroup(dist.ProcessGroup):
         self._check_open()
         timeout = getattr(opts, "timeout", None)
         deadline_s = timeout.total_seconds() if timeout is not None and timeout.total_seconds() > 0 else self._timeout_s
-        operation = Operation(what, steps, deadline_s, self._collectives.waits_for)
+        self.entered += 1
+        waits_for = self._collectives.waits_for
+        operation = Operation(what, steps, deadline_s, waits_for, self, self.entered, result)
         self._begin(self._operations, operation, what, inputs)
         if getattr(opts, "asyncOp", True):
             return DrivenWork(self._progress, operation, result)
@@ -291,7 +294,7 @@ class DrivenProcessGroup(dist.ProcessGroup):
         waits_for: Callable[[], Sequence[Awaited]],
         tensor: Tensor,
     ) -> dist.Work:
-        operation = Operation(what, steps, self._timeout_s, waits_for)
+        operation = Operation(what, steps, self._timeout_s, waits_for, self, 0, [tensor])
         self._begin(queue, operation, title, [tensor])
         return DrivenWork(self._progress, operation, [tensor])
 

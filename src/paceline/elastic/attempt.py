@@ -21,6 +21,7 @@ from paceline.elastic.membership import noted
 from paceline.elastic.place import RankPlace, on_hosts, on_this_machine
 from paceline.elastic.ranks import MEETING_S, Ranks, Setting
 from paceline.elastic.recovery import answer_requests
+from paceline.elastic.stall import Stall
 from paceline.elastic.watchdog import LOOK_S, Watchdog
 from paceline.errors import LaunchError
 from paceline.wire.status import RankStatus
@@ -50,10 +51,11 @@ def launch(
     Args:
         restarts: number of restarts allowed per hour, after failures that may not occur again in a new attempt.
         on_tick: called at least five times a second, in this thread.
-        on_event: called with ("stop", {signal}), ("restart", {attempt, rank, reason, code}) and, if ranks recover,
-            ("lost", {rank, waiting, reason, code, stack, generation, again, waits}), ("host_lost", {host, number,
-            ranks, reason, generation, again, waits_s, revived}), ("host_left" and "host_back", {host, number, ranks,
-            generation}), ("joins", {ranks, generation}) and ("scaled", {by, ranks, host, generation}).
+        on_event: called with ("stop", {signal}), ("restart", {attempt, rank, reason, code}), ("hang", {rank, reason,
+            code} and the fields of a `Stall`) and, if ranks recover, ("lost", {rank, waiting, reason, code, stack,
+            generation, again, waits}), ("host_lost", {host, number, ranks, reason, generation, again, waits_s,
+            revived}), ("host_left" and "host_back", {host, number, ranks, generation}), ("joins", {ranks, generation}) and ("scaled",
+            {by, ranks, host, generation}).
         adopts: ranks that hosts have kept running after the loss of a coordinator. If None, all ranks are started.
 
     Raises:
@@ -132,8 +134,10 @@ class Attempt:
                 return self._failed()
             if not losses.replaces and ranks.signals.first and (held := self._held()):
                 return self._hang(held)
-            if (hung := self._hung()) and not losses.end(hung):
-                return self._hang(hung)
+            if (hung := self._hung()) or ranks.overdue(losses.counted):
+                hung, stall = self._examined(hung)
+                if hung and not losses.end(hung, stall):
+                    return self._hang(hung, stall)
         return None
 
     def _has_failed(self, number: int) -> bool:
@@ -145,8 +149,16 @@ class Attempt:
 
     def _failed(self) -> LaunchError:
         ranks, before = self.ranks, self.ranks.ends()
+        members = set(self.losses.counted)  # all other ranks were lost earlier
+        stall = None
+        if not any(end.record for end in before if end.status.rank in members and end.primary):
+            stall = ranks.stall(self.losses.counted)
+            late = before[stall.rank] if stall else None
+            # a rank that a signal ended did not hang, and another error describes calls that differ
+            if stall and late and not stall.differs and (late.code is None or late.record):
+                return self._hang([late.status], stall)
         ranks.stop_all()
-        after, members = ranks.ends(), set(self.losses.counted)  # all other ranks were lost earlier
+        after = ranks.ends()
         ends = [
             late if late.record or early.code is not None else early
             for early, late in zip(before, after, strict=True)
@@ -155,7 +167,7 @@ class Attempt:
         if ranks.remote and (lost := ranks.remote.lost):
             then = " --resume goes on from what was saved." if ranks.setting.saves else ""
             return LaunchError("launch.rank_lost", "{lost}; the ranks were stopped.{then}", lost=lost, then=then)
-        failure = root_cause(ends, ranks.oom_kills_here())
+        failure = root_cause(ends, ranks.oom_kills_here(), stall)
         if ranks.remote and (silent := ranks.remote.silent):
             failure.args = (f"{failure}\n{silent}",)
         if ranks.signals.first and ranks[failure.rank].code == -signal.SIGTERM:
@@ -180,14 +192,29 @@ class Attempt:
         paging = {rank for rank, seconds in idle_s.items() if seconds > LOOK_S and ranks[rank].paging}
         return self.watchdog.look(alive, idle_s, time.monotonic(), paging)
 
-    def _hang(self, hung: Sequence[RankStatus]) -> LaunchError:
+    def _examined(self, hung: Sequence[RankStatus]) -> tuple[list[RankStatus], Stall | None]:
+        """Find the ranks that caused a hang from the positions of all ranks.
+
+        A rank that waits for others in a layer makes no progress either, but is not the cause.
+        """
+        stall = self.ranks.stall(self.losses.counted)
+        if stall is None:
+            return list(hung), None
+        caused = {status.rank for status in hung} - set(stall.stuck) | {stall.rank}
+        return [s for s in self.ranks.board.read() if s.rank in caused and self.ranks[s.rank].code is None], stall
+
+    def _hang(self, hung: Sequence[RankStatus], stall: Stall | None = None) -> LaunchError:
         numbers = {status.rank for status in hung}
-        self.ranks.ask_for_stacks(numbers)
         now_ns, ends = time.monotonic_ns(), self.ranks.ends()
+        self.ranks.ask_for_stacks(numbers)
+        found = [replace(e, stack=self.ranks[e.status.rank].stack()) for e in ends if e.status.rank in numbers]
+        error = hang(found, ends, now_ns, stall)
+        about = {"rank": error.rank, "reason": error.fields["head"], "code": error.code}
+        self.ranks.tell("hang", about | (stall.fields if stall else {}))
         for number in numbers:
             self.ranks[number].kill()
         self.ranks.stop_all()
-        return hang([end for end in ends if end.status.rank in numbers], ends, now_ns)
+        return error
 
 
 @contextmanager

@@ -19,6 +19,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Self
 
+from paceline.elastic.stall import Stall
 from paceline.errors import LaunchError, PacelineError, device_fault, lost_a_peer
 from paceline.files import write_traceback
 from paceline.rank_environment import HostEntry
@@ -34,6 +35,7 @@ _PASSING_NAMES = (
     "ECOMM"
 )
 _PASSING = {getattr(errno, name) for name in _PASSING_NAMES.split()}
+_WAITING = re.compile("in (_kill_when_orphaned|_answer_with_position)")  # threads of a rank that only wait
 _STACK_LINES = 60  # largest number of lines shown of a hung rank's stack trace
 # folders of paceline's own packages
 OWN_FILES = tuple(
@@ -150,7 +152,7 @@ class RankEnd:
         return self.record.time if self.record else self.alive_at
 
 
-def root_cause(ends: Sequence[RankEnd], oom_kills: int | None) -> LaunchError:
+def root_cause(ends: Sequence[RankEnd], oom_kills: int | None, stall: Stall | None = None) -> LaunchError:
     """Return the error of the rank that caused the failure of an attempt.
 
     This is the first rank whose failure began in the rank itself. Otherwise it is a suspended rank, a rank that ended
@@ -159,14 +161,33 @@ def root_cause(ends: Sequence[RankEnd], oom_kills: int | None) -> LaunchError:
     Args:
         oom_kills: number of processes in this control group that were killed for lack of memory during the attempt;
             None if the kernel does not report it.
+        stall: the collective that a rank did not enter, if the positions of the ranks show it.
     """
     own = sorted((e for e in ends if e.primary), key=lambda e: e.failed_at)
     if own:
-        return _describe(own[0], len(ends), oom_kills)
+        return _describe(own[0], len(ends), oom_kills, stall)
     if stopped := [e for e in ends if e.stopped]:
-        return hang(stopped, ends, time.monotonic_ns())
-    lost = min((e for e in ends if e.record or e.code), key=lambda e: e.failed_at)
-    failure = _describe(lost, len(ends), oom_kills)
+        return hang(stopped, ends, time.monotonic_ns(), stall)
+    if stall and stall.differs and stall.instead:
+        odd = next(e for e in ends if e.status.rank == stall.rank)
+        frames = f"\n\n{odd.record.traceback}".rstrip() if odd.record else ""
+        return LaunchError(
+            "launch.calls_differ",
+            "{who} called {instead} in step {step}, in the place of {wait}, which {others} called; {then}. Every rank "
+            "of a group must make the same calls in the same order, with tensors of the same type and size.{stacks}",
+            who=_who(odd),
+            instead=stall.instead,
+            wait=stall.wait,
+            others=_ranks(stall.waiting),
+            then=_others(len(ends)),
+            stacks=frames,
+            traceback=frames.strip(),
+            rank=stall.rank,
+            **stall.fields,
+        )
+    caused = stall.rank if stall else None
+    lost = min((e for e in ends if e.record or e.code), key=lambda e: (e.status.rank != caused, e.failed_at))
+    failure = _describe(lost, len(ends), oom_kills, stall)
     left = [e for e in ends if e.code == 0]
     if left:
         return LaunchError(
@@ -186,16 +207,23 @@ def ended_early(end: RankEnd) -> str:
     return f"{_who(end)} ended with exit code 0 {where}: did the job's code call exit()?"
 
 
-def hang(hung: Sequence[RankEnd], ends: Sequence[RankEnd], now_ns: int) -> LaunchError:
+def hang(hung: Sequence[RankEnd], ends: Sequence[RankEnd], now_ns: int, stall: Stall | None = None) -> LaunchError:
     """Describe the failure of ranks that made no progress within the deadline.
 
-    Suspended ranks come first, followed by the other ranks in order of decreasing idle time.
+    The rank that did not enter a collective comes first, then suspended ranks, then the other ranks in order of
+    decreasing idle time.
     """
-    hung = sorted(hung, key=lambda e: (not e.stopped, e.status.changed_ns))
+    caused = stall.rank if stall else None
+    hung = sorted(hung, key=lambda e: (e.status.rank != caused, not e.stopped, e.status.changed_ns))
     first = hung[0]
     idle = f"for {first.status.idle_s(now_ns):.0f} s"
-    waiting = [e for e in ends if e.code is None and e not in hung and e.status.phase == "sync"]
-    tail = f" while {_ranks(waiting)} {'waits' if len(waiting) == 1 else 'wait'} for it" if waiting else ""
+    numbers = {e.status.rank for e in hung}
+    waiting = [
+        e.status.rank for e in ends if e.code is None and e.status.phase == "sync" and e.status.rank not in numbers
+    ]
+    tail = f" while {_wait(waiting)} for it" if waiting else ""
+    if stall and stall.rank == first.status.rank:
+        tail = _in_collective(stall)
     if first.stopped:
         head = f"{_who(first)} is stopped (SIGSTOP) in {_where(first.status)} and has done nothing {idle}{tail}"
     elif len(hung) == len(ends) > 1 and all(e.status.phase == "sync" for e in hung):
@@ -208,7 +236,8 @@ def hang(hung: Sequence[RankEnd], ends: Sequence[RankEnd], now_ns: int) -> Launc
     more = "".join(
         f"\n{_who(e)} has been in {_where(e.status)} for {e.status.idle_s(now_ns):.0f} s as well" for e in hung[1:]
     )
-    stacks = "".join(f"\n\nThe stack of rank {e.status.rank}:\n{shortened(e.stack)}" for e in hung if e.stack)
+    traces = {e.status.rank: shortened(e.stack) or (e.record.traceback if e.record else "") for e in hung}
+    stacks = "".join(f"\n\nThe stack of rank {rank}:\n{trace}" for rank, trace in traces.items() if trace)
     advice = "" if first.stopped or first.status.phase == "starting" else ". If it is only slow, raise deadline_s"
     return LaunchError(
         "launch.rank_hung",
@@ -219,10 +248,17 @@ def hang(hung: Sequence[RankEnd], ends: Sequence[RankEnd], now_ns: int) -> Launc
         more=more,
         stacks=stacks,
         rank=first.status.rank,
+        **(stall.fields if stall else {}),
     )
 
 
-def _describe(end: RankEnd, ranks: int, oom_kills: int | None) -> LaunchError:
+def _in_collective(stall: Stall) -> str:
+    """End of the sentence about a rank that did not enter a collective."""
+    own = f", in {stall.instead}," if stall.instead else f", in layer {stall.own_layer}," if stall.own_layer else ""
+    return f"{own} while {_wait(stall.waiting)} for it in {stall.wait} in step {stall.step}"
+
+
+def _describe(end: RankEnd, ranks: int, oom_kills: int | None, stall: Stall | None) -> LaunchError:
     rank = end.status.rank
     if end.record:
         record = end.record
@@ -242,15 +278,17 @@ def _describe(end: RankEnd, ranks: int, oom_kills: int | None) -> LaunchError:
         kills = end.oom_kills if end.remote else oom_kills
         why = _reason(-end.code, kills)
         stack = f"\n\n{shortened(end.stack)}" if end.stack else ""
+        stall = stall if stall and stall.rank == rank else None
         return LaunchError(
             "launch.rank_killed",
             "{how}{why}; {then}.{stack}",
-            how=_killed(end),
+            how=_killed(end) + (_in_collective(stall) if stall else ""),
             why=why,
             then=others,
             stack=stack,
             out_of_memory=end.code == -signal.SIGKILL and bool(kills),
             rank=rank,
+            **(stall.fields if stall else {}),
         )
     return LaunchError(
         "launch.rank_left",
@@ -299,9 +337,13 @@ def _where(status: RankStatus) -> str:
     return "start-up" if status.phase == "starting" else f"{status.phase} of step {status.step}"
 
 
-def _ranks(ends: Sequence[RankEnd]) -> str:
-    numbers = [str(e.status.rank) for e in ends]
-    return f"rank {numbers[0]}" if len(numbers) == 1 else f"ranks {', '.join(numbers[:-1])} and {numbers[-1]}"
+def _ranks(numbers: Sequence[int]) -> str:
+    *first, last = map(str, numbers)
+    return f"ranks {', '.join(first)} and {last}" if first else f"rank {last}"
+
+
+def _wait(numbers: Sequence[int]) -> str:
+    return f"{_ranks(numbers)} {'waits' if len(numbers) == 1 else 'wait'}"
 
 
 def _others(ranks: int) -> str:
@@ -336,8 +378,8 @@ def shortened(stack: str) -> str:
 
     Frames outside the rank's own function are omitted.
     """
-    threads = [thread for thread in stack.split("\n\n") if "hread 0x" in thread and "_kill_when_orphaned" not in thread]
-    threads.sort(key=lambda thread: "Current thread" not in thread)
+    threads = [thread for thread in stack.split("\n\n") if "hread 0x" in thread and not _WAITING.search(thread)]
+    threads.sort(key=lambda thread: ("elastic/rank.py" not in thread, "Current thread" not in thread))
     around = ("elastic/rank.py", "<frozen runpy>")
     lines = [line for line in "\n\n".join(threads).splitlines() if not any(place in line for place in around)]
     return "\n".join(lines[:_STACK_LINES])

@@ -29,18 +29,22 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import IO, Any, NoReturn
+
+import msgspec
 
 from paceline import device
 from paceline.cluster.emulate import enter_host
 from paceline.deferred_compiler import defer_compiler
 from paceline.elastic.failure import ErrorRecord, state_of
 from paceline.elastic.forkserver import DEFAULTS, FORKSERVER, Forkserver, receive, send, share
-from paceline.errors import ClusterError, on_failure
-from paceline.files import sockets_fit
+from paceline.errors import ClusterError, lost_a_peer, on_failure
+from paceline.files import sockets_fit, write_whole
 from paceline.job.spec import load_object
 from paceline.rank_environment import RankEnvironment, own_rank
+from paceline.wire.position import ASK, ASK_STOPPED, POSITION, own_position, report_waits_with
 
 PR_SET_PDEATHSIG = 1  # option of prctl
 _EXIT_S = 10  # time for the other threads of a launcher to end after its first thread
@@ -79,10 +83,14 @@ def run(
     assert environment.error_file is not None
     record = environment.error_file
     watch = Launcher(launcher, environment.launcher, record.parent, environment.grace_s)
+    signal.pthread_sigmask(signal.SIG_BLOCK, {ASK})  # before a thread starts, so that all threads block it
     watch.end_with(parent)
+    threading.Thread(target=_answer_with_position, args=(record,), name="positions", daemon=True).start()
+    report_waits_with(partial(_write_position, record))
     stack = open(record.with_suffix(".stack"), "w")  # noqa: SIM115 - stays open: written to on a crash, and when the launcher asks
     faulthandler.enable(stack)
     faulthandler.register(signal.SIGUSR2, stack, all_threads=True)
+    signal.signal(ASK_STOPPED, lambda *_: _answer_and_stop(record, stack))
     on_failure(lambda error: _record(error, record))
     try:
         enter_host(environment.host)  # called before torch or user code starts a thread
@@ -135,6 +143,27 @@ class Launcher:
         os.killpg(0, signal.SIGKILL)
 
 
+def _answer_with_position(record: Path) -> None:
+    """Write this rank's position whenever the launcher asks, also while the main thread is blocked."""
+    while signal.sigwait({ASK}):
+        _write_position(record)
+
+
+def _answer_and_stop(record: Path, stack: IO[str]) -> None:
+    """Write this rank's stack trace and position, and suspend this process again."""
+    faulthandler.dump_traceback(stack)
+    _write_position(record)
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def _write_position(record: Path, error: BaseException | None = None) -> None:
+    # another thread may change what is read, and the launcher continues without an answer
+    with suppress(Exception):
+        position, path = own_position(error), record.with_suffix(POSITION)
+        if position.entered or not path.exists():  # a rank that has left its groups keeps its last position
+            write_whole(path, msgspec.json.encode(position))
+
+
 def _record(error: BaseException, path: Path) -> None:
     """Write the error record for the launcher, with the time of the rank's first error."""
     if isinstance(error, SystemExit) and error.code in (None, 0):
@@ -143,6 +172,8 @@ def _record(error: BaseException, path: Path) -> None:
         before = ErrorRecord.read(path)
         now = ErrorRecord.of(error, own_rank())
         (now if before is None else replace(now, time=before.time)).write(path)
+        if lost_a_peer(error):
+            _write_position(path, error)
     # the launcher and its folder are gone, or the disk is full, so that only this rank can show the error
     except OSError:
         traceback.print_exception(error)

@@ -20,15 +20,19 @@ from paceline.elastic.forkserver import StartedRank, Starter
 from paceline.elastic.hosts.hosts import NextGeneration, RemoteRank, RemoteRanks, RunFolder, current_hosts
 from paceline.elastic.hosts.messages import Begin
 from paceline.elastic.place import RankPlace, on_one_host, rendezvous
+from paceline.elastic.stall import Stall, stall_of
+from paceline.errors import LaunchError
 from paceline.files import scratch_folder
 from paceline.rank_environment import RankEnvironment
+from paceline.wire.position import ASK, ASK_STOPPED, POSITION, Position
 from paceline.wire.status import StatusBoard
 
 COLLECT_S = 0.5  # time after the first failure in which other ranks can report their failures
 MEETING_S = 0.02  # seconds between two polls while some ranks wait for others
 _TICK_S = 0.2
 _TERMINATE_S = 3.0  # from SIGTERM to SIGKILL
-_ANSWER_S = 1.0  # longest time for a hung rank to write its stack trace
+_POSITION_S = 0.3  # longest time for ranks to write their positions
+_ANSWER_S = 0.5  # longest time for a hung rank to write its stack trace
 _STOPPED_S = 5.0  # a rank that is suspended for longer counts as lost
 
 Rank = StartedRank | RemoteRank
@@ -185,7 +189,7 @@ class Ranks:
     def start_again(self, number: int) -> None:
         """Restart a rank whose process has ended."""
         self._starts[number] += 1
-        for suffix in (".error", ".stack"):
+        for suffix in (".error", ".stack", POSITION):
             self[number].record.with_suffix(suffix).unlink(missing_ok=True)
         self.board.put(number, 0, "starting", 0, time.monotonic_ns(), generation=-1)
         self._ranks[number] = self._start(number, None)
@@ -266,12 +270,63 @@ class Ranks:
             rank.kill()
         self.note_ends_for(10)  # SIGKILL takes effect immediately, unless a rank is blocked by a failing disk or driver
 
-    def kill_hung(self, number: int) -> str:
-        """Kill a rank that makes no progress; return a description of its state."""
+    def kill_hung(self, number: int, members: Sequence[int], stall: Stall | None = None) -> LaunchError:
+        """Kill a rank that makes no progress; return the error that describes its state.
+
+        Args:
+            members: ranks that communicate with the rank.
+            stall: the collective that a rank did not enter, if it was already searched for.
+        """
         ends = self.ends()
+        stall = stall or self.stall(members)
+        if not self[number].stack():
+            self.ask_for_stacks({number})
+        ends[number] = replace(ends[number], stack=self[number].stack())
         self[number].kill()
-        # the text after the semicolon applies only to runs that end
-        return str(hang([ends[number]], ends, time.monotonic_ns())).partition(";")[0]
+        return hang([ends[number]], ends, time.monotonic_ns(), stall if stall and stall.rank == number else None)
+
+    def stall(self, members: Sequence[int]) -> Stall | None:
+        """Find the rank that did not enter a collective, from the positions of all members.
+
+        The running members are asked. Members that have failed left their positions.
+        """
+        if self.setting.workers is not None:  # workers and servers share no process group
+            return None
+        board = self.board.read()
+        files = {number: self[number].record.with_suffix(POSITION) for number in members}
+        asked = [
+            self[number]
+            for number, file in files.items()
+            if not (file.exists() or self[number].record.exists() or self[number].code is not None)
+            and board[number].phase != "starting"
+        ]
+        for rank in asked:
+            stopped = rank.stopped
+            rank.signal(ASK_STOPPED if stopped else ASK)
+            if stopped:
+                rank.signal(signal.SIGCONT)
+        until = time.monotonic() + _POSITION_S
+        while time.monotonic() < until and not all(files[rank.number].exists() for rank in asked):
+            self.note_ends(0.01)
+        positions = {n: Position.from_json(file.read_bytes()) for n, file in files.items() if file.exists()}
+        for number, file in files.items():
+            if self[number].code is None and not self[number].record.exists():
+                file.unlink(missing_ok=True)  # a later request needs a new answer
+        return stall_of({n: position for n, position in positions.items() if position}, board, members)
+
+    def overdue(self, members: Collection[int]) -> bool:
+        """Return True if a running member reports a wait of `deadline_s`.
+
+        A rank also reports waits with shorter timeouts of their own, after which its program may go on.
+        """
+        for rank in (self[number] for number in members):
+            file = rank.record.with_suffix(POSITION)
+            if rank.code is None and not rank.record.exists() and file.exists():
+                position = Position.from_json(file.read_bytes()) or Position()
+                if any(wait.waited_s > 0.95 * self.setting.deadline_s for wait in position.waits):
+                    return True
+                file.unlink(missing_ok=True)
+        return False
 
     def obey_signals(self) -> None:
         """Forward a signal that the launcher received.
@@ -303,8 +358,11 @@ class Ranks:
         return sorted(number for number in self.stopped_now if now - self._ran_at[number] > limit_s)
 
     def ask_for_stacks(self, numbers: Set[int]) -> None:
-        """Make hung ranks write their stack traces, and wait briefly for these."""
-        asked = [rank for rank in self if rank.number in numbers and not rank.stopped]
+        """Make hung ranks write their stack traces, and wait briefly for these.
+
+        A suspended rank writes its stack trace with its position.
+        """
+        asked = [rank for rank in self if rank.number in numbers and rank.code is None and not rank.stopped]
         for rank in asked:
             rank.signal(signal.SIGUSR2)
         until = time.monotonic() + _ANSWER_S

@@ -27,6 +27,7 @@ from paceline.elastic.hosts.messages import Past
 from paceline.elastic.membership import MOST_LOSSES, Membership, announce
 from paceline.elastic.place import NEEDS
 from paceline.elastic.ranks import Ranks
+from paceline.elastic.stall import Stall
 from paceline.errors import LaunchError
 from paceline.files import read_text, write_whole
 from paceline.units import count
@@ -51,7 +52,7 @@ class Losses:
 
     def __init__(self, ranks: Ranks) -> None:
         self.ranks = ranks
-        self._why: dict[int, str] = {}  # ranks that the launcher killed because they hung, each with a description
+        self._why: dict[int, LaunchError] = {}  # ranks that the launcher killed because they hung
         # ranks to start when their host is back, indexed by the number of the host
         self._away: dict[int, list[int]] = {}
 
@@ -104,13 +105,18 @@ class Losses:
         """
         return self.shrink()
 
-    def end(self, hung: Sequence[RankStatus]) -> bool:
-        """Kill hung ranks if they can be replaced; return True if they were killed."""
-        if self.replaces:
-            self.ranks.ask_for_stacks({status.rank for status in hung})
-            for status in hung:
-                self._why[status.rank] = self.ranks.kill_hung(status.rank)
-        return self.replaces
+    def end(self, hung: Sequence[RankStatus], stall: Stall | None) -> bool:
+        """Kill hung ranks if they can be replaced; return True if they were killed.
+
+        Args:
+            stall: the collective that a rank did not enter, if the positions of the ranks show it.
+        """
+        if not self.replaces:
+            return False
+        self.ranks.ask_for_stacks({status.rank for status in hung})
+        for status in hung:
+            self._why[status.rank] = self.ranks.kill_hung(status.rank, (), stall)
+        return True
 
     @property
     def ending(self) -> bool:
@@ -121,7 +127,8 @@ class Losses:
         """Return the code and text of the error that describes a rank's end."""
         number = end.status.rank
         if (why := self._why.pop(number, None)) is not None:
-            return "launch.rank_hung", why
+            # the text after the semicolon applies only to runs that end
+            return why.code, str(why).partition(";")[0]
         if end.record is not None and end.record.device:
             return "launch.device_failed", lost_device(end)
         if end.code is not None and end.code < 0:
@@ -258,7 +265,7 @@ class Recovery(Losses):
     def heed(self) -> None:
         self._departures.heed()
 
-    def end(self, hung: Sequence[RankStatus]) -> bool:
+    def end(self, hung: Sequence[RankStatus], stall: Stall | None) -> bool:
         """See `Losses`.
 
         If every replica has a hung rank, or all ranks of the only replica hang, no rank is killed.
@@ -266,7 +273,7 @@ class Recovery(Losses):
         numbers = {status.rank for status in hung}
         one_replica = self.ranks.setting.replica_ranks == self.ranks.setting.ranks
         hit = {rank for number in numbers for rank in self.membership.replica_of(number)}
-        return not set(self.members) <= (numbers if one_replica else hit) and super().end(hung)
+        return not set(self.members) <= (numbers if one_replica else hit) and super().end(hung, stall)
 
     def _end_wait(self) -> None:
         """Stop waiting for hosts that the run needs, when the wait is over.
@@ -307,7 +314,7 @@ class Recovery(Losses):
         """
         late = self.ranks.stopped_too_long(self.members)
         for number in late if self.ending or len(self.ranks.stopped_now) < len(self.members) else ():
-            self._why[number] = self.ranks.kill_hung(number)
+            self._why[number] = self.ranks.kill_hung(number, self.members)
 
     def _note_losses(self) -> None:
         """Begin one generation without all ranks that have ended since the last turn."""

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from paceline.comm import Group
+from paceline.comm.positions import name_layers_of
 from paceline.data.deal import deal
 from paceline.data.loader import Loader, Position
 from paceline.engine.calls import made_ready
@@ -218,6 +219,7 @@ class RankEngine:
         self.on_phase: Callable[[Phase, int], None] = StatusBoard.of_this_rank().mark
         self.meter = Meter(self.device)
         self.model = made_ready(self, model, plan)
+        name_layers_of(self.model)
         self.compute = self._compute(plan)
         self.data_group = self.compute.data_group
         # An aborted reduction has undefined results, which must not reach an update.

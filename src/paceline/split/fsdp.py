@@ -32,8 +32,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from paceline.comm.positions import in_layer
 from paceline.device import uploaded
 from paceline.errors import PlanError
 from paceline.job.batch import Batch
@@ -120,6 +122,8 @@ class FullySharded:
             policy = MixedPrecisionPolicy(*narrow)
             fully_shard(stage, reshard_after_forward=None if again else False, mp_policy=policy, **options)
             _sum_only(stage)
+            if here != "cpu":
+                _name_collectives(stage)
         self._stages = [stage for stage in stages if isinstance(stage, FSDPModule)]
         self._handles = [stage.register_forward_hook(_forget_gathered) for stage in stages]
         self._used = _Used(stages)
@@ -254,6 +258,20 @@ def _sum_only(stage: nn.Module) -> None:
     # Some ranks may not use a parameter, such as an expert. Without this setting, the ranks' collectives would differ
     # in size.
     stage.set_reduce_scatter_unused_params(True)
+
+
+def _name_collectives(stage: nn.Module) -> None:
+    """Show the name of each unit in the stacks of its collectives.
+
+    Errors about ranks that hang name the unit.
+    """
+    for name, module in stage.named_modules():
+        if isinstance(module, FSDPModule) and name:
+            for comm, install in (
+                (DefaultAllGather, module.set_custom_all_gather),
+                (DefaultReduceScatter, module.set_custom_reduce_scatter),
+            ):
+                install(type(comm.__name__, (comm,), {"__call__": in_layer(comm.__call__, name)})())
 
 
 def _forget_gathered(stage: nn.Module, inputs: Any, output: Any) -> None:

@@ -45,12 +45,13 @@ class HeadSwitch:
     gather: bool = True
 
 
-def copy(x: Tensor, group: Group, fresh: bool = False) -> Tensor:
+def copy(x: Tensor, group: Group, fresh: bool = False, layer: str = "") -> Tensor:
     """Return `x` unchanged, and all-reduce its gradients, which are partial sums.
 
-    With `fresh`, the gradients are reduced in place, because no other code reads them.
+    With `fresh`, the gradients are reduced in place, because no other code reads them. `layer` is the module that uses
+    the result, for errors about ranks that hang (`comm/positions.py`).
     """
-    result: Tensor = _Copy.apply(x, group, fresh)
+    result: Tensor = _Copy.apply(x, group, fresh, layer)
     return result
 
 
@@ -93,17 +94,17 @@ def reduce_scatter(x: Tensor, group: Group, dim: int = TOKENS) -> Tensor:
 
 class _Copy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group, fresh: bool) -> Tensor:
-        ctx.group, ctx.fresh = group, fresh
+    def forward(ctx: Any, x: Tensor, group: Group, fresh: bool, layer: str) -> Tensor:
+        ctx.group, ctx.fresh, ctx.layer = group, fresh, layer
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         # every backward pass is one of these functions, too, which makes gradients of gradients possible
         if torch.is_grad_enabled():
-            return reduce(grad.clone(memory_format=torch.contiguous_format), ctx.group), None, None
+            return reduce(grad.clone(memory_format=torch.contiguous_format), ctx.group), None, None, None
         own = grad.contiguous() if ctx.fresh else grad.clone(memory_format=torch.contiguous_format)
-        return _summed(own, ctx.group), None, None
+        return _summed(own, ctx.group), None, None, None
 
 
 class _Reduce(torch.autograd.Function):

@@ -204,17 +204,17 @@ def _join_regions(model: nn.Module, tp: Group, proof: Proof, sequence: SequenceR
         if sequence is not None and (entry.path, value) in sequence.gathers:
             convert: Convert = partial(gather_partial, group=tp)
         else:
-            convert = partial(copy, group=tp, fresh=_fresh(proof.graph, entry, value))
+            convert = partial(copy, group=tp, fresh=_fresh(proof.graph, entry, value), layer=entry.path)
         convert_arguments(model, entry, value, convert)
     for path in {path for region in proof.regions for path in region.rows}:
         module = model.get_submodule(path)
         join = partial(reduce_scatter if sequence is not None and path in sequence.scatters else reduce, group=tp)
         module.forward = row_forward(module, join)
     for path in sequence.results if sequence is not None else proof.boundaries.results:
-        convert_result(model.get_submodule(path), partial(copy, group=tp))
+        convert_result(model.get_submodule(path), partial(copy, group=tp, layer=path))
     if sequence is not None:
         for entry, value in sequence.more_copies:
-            convert_arguments(model, entry, value, partial(copy, group=tp))
+            convert_arguments(model, entry, value, partial(copy, group=tp, layer=entry.path))
         sequence.exchange(model, partial(gather, group=tp, dim=TOKENS), partial(take, group=tp))
 
 

@@ -19,7 +19,7 @@ from torch._C._autograd import _profiler_enabled
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from paceline.comm.messages import Matching, Message, Receive
-from paceline.comm.operation import Operation, OperationQueue, Steps
+from paceline.comm.operation import Operation, OperationQueue, Steps, note_failure
 from paceline.comm.process_group import DrivenProcessGroup, MessageSteps, Transport
 from paceline.comm.shm.collectives import MAIL_BYTES, SMALL_BYTES, Rounds, ShmCollectives
 from paceline.comm.shm.progress import Peer, ShmProgress
@@ -190,15 +190,25 @@ class SmallSum:
         with driver.lock:
             prepared = driver.is_idle and queue.breakage.error is None and not _profiler_enabled()
             if prepared:
+                group.entered += 1
                 steps = self._steps(rounds, rounds.progress)
-                if queue.finish(steps):
-                    return
-                operation = Operation("all_reduce", steps, group._timeout_s, group._collectives.waits_for)
+                try:
+                    if queue.finish(steps):
+                        return
+                except SyncError:
+                    note_failure(self._operation(steps))
+                    raise
+                operation = self._operation(steps)
                 driver.start(queue, operation)
         if prepared:
             driver.wait(operation)
         else:
             group.allreduce([self._tensor]).wait()
+
+    def _operation(self, steps: Steps) -> Operation:
+        group = self._group
+        waits_for = group._collectives.waits_for
+        return Operation("all_reduce", steps, group._timeout_s, waits_for, group, group.entered, [self._tensor])
 
     def _steps(self, rounds: Rounds, progress: ShmProgress) -> Steps:
         parts = self._parts[(rounds.round + 1) & 1]

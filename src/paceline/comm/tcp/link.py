@@ -112,6 +112,11 @@ class PeerLink:
         """Return True if there is a connection whose loss has not been detected."""
         return self.stream.connection is not None
 
+    @property
+    def rank(self) -> int:
+        """Rank of the peer in the group."""
+        return self.peer.rank
+
     def why_over(self) -> str | None:
         """Return the reason why the peer will send nothing more, or None."""
         return self._over or None

@@ -27,6 +27,7 @@ from paceline.rank_environment import FOLDER_IS_COPY, RankEnvironment
 from paceline.wire.connection import Connection
 from paceline.wire.key import key_descriptor, own_key
 from paceline.wire.listener import Listener
+from paceline.wire.position import POSITION
 from paceline.wire.status import Generation, StatusBoard
 
 _TICK_S, _MEETING_S = 0.2, 0.02  # seconds between two polls, normally and while ranks are entering a generation
@@ -206,7 +207,7 @@ class AgentAttempt:
     def __init__(self, begin: messages.Begin, coordinator: Coordinator) -> None:
         self.begin, self.coordinator = begin, coordinator
         self.ranks: list[StartedRank] = []
-        self._told: dict[Path, int] = {}  # length of each error record and stack file that was sent
+        self._told: dict[Path, int] = {}  # time of the last change of each file that was sent
         self._ended: set[int] = set()
         self._oom_kills = oom_kills()
         self._rows_at, self._newest = 0.0, 0
@@ -390,7 +391,7 @@ class AgentAttempt:
         for rank in [rank for rank in self.ranks if rank.number == number and rank.code is not None]:
             self.ranks.remove(rank)
             self._ended.discard(number)
-            for path in (rank.record, rank.record.with_suffix(".stack")):
+            for path in map(rank.record.with_suffix, (".error", ".stack", POSITION)):
                 path.unlink(missing_ok=True)
                 self._told.pop(path, None)
             self.board.put(number, 0, "starting", 0, time.monotonic_ns(), generation=-1)
@@ -427,12 +428,12 @@ class AgentAttempt:
     def _tell_texts(self) -> None:
         for rank in self.ranks:
             if rank.number not in self._ended:
-                for path in (rank.record, rank.record.with_suffix(".stack")):
+                for path in map(rank.record.with_suffix, (".error", ".stack", POSITION)):
                     self._tell_text(path, rank.number)
 
     def _tell_text(self, path: Path, rank: int) -> None:
-        if path.exists() and (size := path.stat().st_size) > 0 and size != self._told.get(path, 0):
-            self._told[path] = size
+        if path.exists() and (found := path.stat()).st_size > 0 and found.st_mtime_ns != self._told.get(path, 0):
+            self._told[path] = found.st_mtime_ns
             self.coordinator.send(
                 messages.Told(rank, path.suffix, path.read_text(errors="replace")[: messages.TEXT_LIMIT])
             )

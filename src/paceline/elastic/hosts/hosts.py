@@ -34,6 +34,7 @@ from paceline.storage.url import is_url
 from paceline.wire.connection import Connection
 from paceline.wire.key import RunKey
 from paceline.wire.listener import Listener
+from paceline.wire.position import POSITION
 from paceline.wire.status import PHASES, Generation, StatusBoard
 
 M = TypeVar("M", bound=Struct)
@@ -686,9 +687,9 @@ class RemoteRanks:
             self.board.put(row.rank, rank.pid, row.phase, row.step, now_ns - row.idle_ns, row.generation)
 
     def _tell(self, link: Link, message: messages.Told) -> None:
-        """Store a rank's error record or stack. The time of a record is converted to this host's clock."""
+        """Store a rank's error record, stack or position. The time of a record is converted to this host's clock."""
         rank = self._rank_of(link, message.rank)
-        if rank is None or message.suffix not in (".error", ".stack"):
+        if rank is None or message.suffix not in (".error", ".stack", POSITION):
             return
         text = message.text
         if message.suffix == ".error":
