@@ -54,8 +54,8 @@ def launch(
         on_event: called with ("stop", {signal}), ("restart", {attempt, rank, reason, code}), ("hang", {rank, reason,
             code} and the fields of a `Stall`) and, if ranks recover, ("lost", {rank, waiting, reason, code, stack,
             generation, again, waits}), ("host_lost", {host, number, ranks, reason, generation, again, waits_s,
-            revived}), ("host_left" and "host_back", {host, number, ranks, generation}), ("joins", {ranks, generation}) and ("scaled",
-            {by, ranks, host, generation}).
+            revived}), ("host_left" and "host_back", {host, number, ranks, generation}), ("joins", {ranks, generation})
+            and ("scaled", {by, ranks, host, generation}).
         adopts: ranks that hosts have kept running after the loss of a coordinator. If None, all ranks are started.
 
     Raises:
