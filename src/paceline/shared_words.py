@@ -1,4 +1,4 @@
-"""Words of shared memory that announce other data, in the right order.
+"""Words of shared memory that announce data: stored and read in order, and waited for.
 
 A process stores data and then a word. Another process reads the word and then the data. This is only correct if no core
 reorders these accesses. x86-64 reorders an earlier store and a later load, and nothing else. arm64 reorders any two
