@@ -80,3 +80,9 @@ def test_ranks_of_a_later_generation_are_told_apart_by_their_numbers() -> None:
     stall = stall_of(positions, statuses, [0, 2])
     assert stall is not None
     assert (stall.rank, stall.waiting) == (2, [0])
+
+
+def test_positions_of_an_earlier_generation_are_left_out() -> None:
+    statuses = [RankStatus(r, 100 + r, 0, "compute", 7, 0) for r in range(2)]
+    assert stall_of({0: at(0, wait(5, 0, 1), world=5)}, statuses, [0]) is None
+    assert stall_of({1: at(1, wait(5, 0, 1), world=5)}, statuses, [1]) is None

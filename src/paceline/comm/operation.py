@@ -47,7 +47,7 @@ class Operation:
         steps: Steps,
         deadline_s: float,
         waits_for: Callable[[], Sequence[Awaited]],
-        group: dist.ProcessGroup | None = None,
+        group: Any = None,
         number: int = 0,
         tensors: Sequence[Any] = (),
     ) -> None:

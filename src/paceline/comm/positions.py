@@ -86,7 +86,7 @@ read_positions_with(own_position)
 _IN_LAYER = "layer "
 
 
-def in_layer(function: FunctionType, layer: str) -> FunctionType:
+def in_layer(function: Any, layer: str) -> FunctionType:
     """Return a copy of a function that has the name of a layer in stacks.
 
     The flight recorder keeps these stacks.
@@ -179,7 +179,7 @@ def _layer_of_lines(frames: Sequence[Mapping[str, Any]]) -> str:
 
     If several layers share the code, all are named.
     """
-    model = _model and _model()
+    model = _model() if _model is not None else None
     for frame in frames:
         if frame["name"].startswith(_IN_LAYER):
             return str(frame["name"].removeprefix(_IN_LAYER))
@@ -202,7 +202,7 @@ def _has_line(module: nn.Module, frame: Mapping[str, Any]) -> bool:
     if code is None or code.co_filename != frame["filename"]:
         return False
     lines = [line for _, _, line in code.co_lines() if line is not None]
-    return min(lines) <= frame["line"] <= max(lines)
+    return bool(min(lines) <= frame["line"] <= max(lines))
 
 
 # Stacks
@@ -233,13 +233,13 @@ def _of_all_threads() -> Iterator[FrameType]:
 
 def _layer(frames: Iterable[FrameType]) -> str:
     """Return the name of the innermost module with a method in the stack, or ""."""
-    model = _model and _model()
+    model = _model() if _model is not None else None
     names = {id(module): name for name, module in _layers_of(model)}
     for frame in frames:
         first = frame.f_code.co_varnames[:1]
         if first not in (("self",), ("ctx",)):
             continue
-        own = frame.f_locals.get(first[0])
+        own: Any = frame.f_locals.get(first[0])
         if isinstance(own, nn.Module):
             return names.get(id(own)) or type(own).__name__
         # torch's FSDP2 gathers and scatters for a module, outside of the module's methods

@@ -63,9 +63,15 @@ def stall_of(positions: Mapping[int, Position], statuses: Sequence[RankStatus], 
         statuses: statuses of all ranks, by number.
         members: numbers of the ranks of the generation, in ascending order.
     """
-    known = {n: p for n, p in positions.items() if p.rank < len(members) and members[p.rank] == n and p.entered}
+    known = {n: p for n, p in positions.items() if p.entered and _is_of(members, n, p)}
     found = _Comparison(known, statuses, members)
     return found.stall()
+
+
+def _is_of(members: Sequence[int], number: int, position: Position) -> bool:
+    """Return True if a rank's position can be of the generation with these members."""
+    named = {position.rank, *(rank for wait in position.waits for rank in (*wait.members, *(wait.awaited or ())))}
+    return max(named) < len(members) and members[position.rank] == number
 
 
 class _Comparison:
