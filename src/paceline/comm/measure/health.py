@@ -222,7 +222,8 @@ def _wrong(device: torch.device, dtype: torch.dtype) -> int:
 def _memory(device: torch.device, ranks_on_host: int, most: int | None = None) -> tuple[int, int]:
     """Write patterns to free memory, and count the words that differ.
 
-    A pattern and its complement are written to all of the memory before they are read. At most half of the free memory of an accelerator is written, and at most what it can write within a time limit.
+    A pattern and its complement are each written to all of this memory before they are read. At most half of the free
+    memory of an accelerator is written, and at most what it can write within a time limit.
 
     Returns:
         the number of bytes that were written, and the number of words that differed.
