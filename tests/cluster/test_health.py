@@ -96,6 +96,13 @@ def test_of_two_devices_with_different_bits_the_one_with_wrong_numbers_is_named(
     assert named([reading(0), reading(1, digest="other", kind="other software")]) == []
 
 
+@pytest.mark.parametrize(("device", "found"), [("cuda", [("link.slow", (0,))]), ("cpu", [])])
+def test_accelerators_of_one_host_have_links_and_its_cores_do_not(device: str, found: list[Any]) -> None:
+    devices = [reading(rank, host=0, device=f"{device}:{rank}") for rank in range(3)]
+    links = [LinkReading(a, b, 1e9 if 0 in (a, b) else 9e9, 1e-5) for a in range(3) for b in range(3) if a != b]
+    assert named(devices, links) == found
+
+
 def test_wrong_memory_and_changed_messages_are_named() -> None:
     devices = [reading(0), reading(1, memory_wrong=1), reading(2)]
     links = [LinkReading(0, 2, 1e9, 1e-5, wrong=5)]

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from paceline.device import nvidia_uuid
+from paceline.device import CPU, nvidia_uuid
 from paceline.units import bandwidth, count, flops, ratio
 
 if TYPE_CHECKING:
@@ -278,13 +278,16 @@ def _slow_links(
 ) -> Iterator[HealthFinding]:
     """Name devices and hosts whose fastest link is slower than that of the others.
 
-    A slow link slows all messages of its device or host, but its neighbors also have other links.
+    A slow link slows all messages of its device or host, but its neighbors also have other links. The cores of one
+    host have no links.
     """
     by_rank = {device.rank: device for device in devices}
     best: dict[str, dict[int, float]] = {}
     for link in links:
         ends = by_rank[link.source], by_rank[link.target]
         within = ends[0].host == ends[1].host
+        if within and ends[0].device.startswith(CPU):
+            continue
         for end in ends:
             rates = best.setdefault(end.name if within else "", {})
             unit = end.rank if within else end.host
