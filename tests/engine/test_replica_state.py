@@ -336,6 +336,7 @@ def test_the_odd_one_out_is_named_and_healed_and_the_run_is_as_an_undisturbed_on
     assert (first["rank"], first["step"], first["healed_from"], first["tensors"]) == (1, 4, 0, ["0.weight"])
     assert (second["rank"], second["step"], second["healed_from"]) == (0, 8, 1)
     assert first["host"] == socket.gethostname()
+    assert [found["device"] for found in (first, second)] == [{"wrong_numbers": 0, "wrong_words": 0}] * 2
     assert run.losses == undisturbed.losses
     assert_same_end(run, undisturbed)
 

@@ -248,8 +248,10 @@ def load_job(named: str, changes: list[str] | None = None) -> Job:
     return Job.load(named, set=changes or ())
 
 
-def start_on(hosts: str | None, cluster: str | None = None) -> None:
+def start_on(hosts: str | None, cluster: str | None = None, spares: int = 0) -> None:
     """Run this command on the named hosts, if any, and exit with its exit code.
+
+    With `spares`, the hosts are checked first, and this number of them is left out.
 
     Without hosts, if a user without root rights names an emulated cluster, this process gets the required rights.
 
@@ -261,6 +263,8 @@ def start_on(hosts: str | None, cluster: str | None = None) -> None:
     from paceline.errors import LaunchError
 
     if hosts is None:
+        if spares:
+            raise typer.BadParameter("name the hosts, including the spare ones, with --hosts", param_hint="--spares")
         if is_rank():
             return
         if cluster is not None and os.geteuid():
@@ -280,6 +284,11 @@ def start_on(hosts: str | None, cluster: str | None = None) -> None:
         )
     from paceline.elastic.ssh import run_on_hosts
 
+    if spares:
+        from paceline.run.health import healthy_hosts
+
+        hosts = healthy_hosts(hosts, spares)
+        print(f"paceline: training on {hosts}", file=sys.stderr, flush=True)
     raise typer.Exit(run_on_hosts(hosts, ["-m", "paceline", *_without_hosts(sys.argv[1:])]))
 
 
@@ -292,12 +301,12 @@ def _be_allowed_to_emulate(cluster: str) -> None:
 
 
 def _without_hosts(arguments: list[str]) -> list[str]:
-    """Return the command line without the option --hosts."""
+    """Return the command line without the options that choose hosts."""
     kept, words = [], iter(arguments)
     for word in words:
-        if word == "--hosts":
+        if word in ("--hosts", "--spares"):
             next(words, None)
-        elif not word.startswith("--hosts="):
+        elif not word.startswith(("--hosts=", "--spares=")):
             kept.append(word)
     return kept
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from paceline.cli.command import Hosts, start_on
 from paceline.device import ON_CPU
 from paceline.units import bandwidth, count, flops, size
 
@@ -31,11 +32,20 @@ def command(
     as_json: Annotated[
         bool, typer.Option("--json", help="End with one line of JSON: figures and environment.")
     ] = False,
+    cluster: Annotated[
+        bool, typer.Option("--cluster", help="Only check every device and link, on all hosts: speed, results, memory.")
+    ] = False,
+    hosts: Hosts = None,
 ) -> None:
     """Check whether this machine can train, what is missing, and how fast it is.
 
-    Exit code 1: this machine cannot train.
+    Exit code 1: this machine cannot train, or a device or link is slow or wrong.
     """
+    if cluster:
+        _check_cluster(hosts, as_json=as_json)
+        return
+    if hosts is not None:
+        raise typer.BadParameter("add --cluster to check the devices and links of these hosts", param_hint="--hosts")
     from paceline.cluster.discover import environment
     from paceline.cluster.probe import Probe
     from paceline.console import Console
@@ -63,6 +73,20 @@ def command(
         typer.echo(json.dumps({"figures": measured.figures(), "environment": about}))
     if problems:
         raise typer.Exit(1)
+
+
+def _check_cluster(hosts: str | None, *, as_json: bool) -> None:
+    start_on(hosts)
+    from paceline.cli.health_screen import check_and_show
+    from paceline.cluster.discover import discover
+    from paceline.console import Console
+    from paceline.elastic.hosts.hosts import current_hosts
+    from paceline.elastic.hosts.over_hosts import over_hosts
+
+    with over_hosts():
+        here = current_hosts()
+        if not check_and_show(here.cluster if here else discover(), Console(highlight=False), as_json=as_json):
+            raise typer.Exit(1)
 
 
 @dataclass

@@ -20,6 +20,12 @@ def command(
     changes: SetKeys = None,
     cluster: ClusterFile = None,
     hosts: Hosts = None,
+    spares: Annotated[
+        int, typer.Option(min=0, help="Number of the --hosts to leave out: unhealthy ones first, then the last ones.")
+    ] = 0,
+    health: Annotated[
+        bool, typer.Option("--health", help="Check the devices and links for some seconds before the first step.")
+    ] = False,
     run: Annotated[
         str | None,
         typer.Option(
@@ -41,7 +47,7 @@ def command(
     ] = None,
 ) -> None:
     """Train a job on this machine, on several hosts, or under torchrun."""
-    start_on(hosts, cluster)
+    start_on(hosts, cluster, spares)
     from paceline.cluster.launch_engines import is_rank
     from paceline.elastic.forkserver import warm_up
     from paceline.rank_environment import own_rank
@@ -54,7 +60,8 @@ def command(
         from paceline.cli.command import to_run_on
         from paceline.run.train import train
 
-        record = train(what, plan, cluster=to_run_on(cluster), run=run, resume=resume, restarts=restarts, port=port)
+        where = to_run_on(cluster)
+        record = train(what, plan, cluster=where, run=run, resume=resume, restarts=restarts, port=port, health=health)
     except Exception as error:
         if is_rank():
             from paceline.run.process import fail

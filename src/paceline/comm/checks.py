@@ -62,14 +62,15 @@ def same_machines(group: Group) -> bool:
 
     Every rank of the group must call this function.
     """
-    device = device_name(group.device) if is_accelerator(group.device) else _processor()
+    device = device_name(group.device) if is_accelerator(group.device) else processor()
     kinds = group.gather_json(
         [device, torch.backends.cpu.get_cpu_capability(), torch.get_num_threads(), torch.__version__]
     )
     return all(kind == kinds[0] for kind in kinds)
 
 
-def _processor() -> str:
+def processor() -> str:
+    """Return the lines of /proc/cpuinfo that identify the processor; empty if there are none."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().split("\n\n")[0].splitlines() if info.exists() else []
     wanted = ("vendor_id", "cpu family", "model\t", "model name", "CPU implementer", "CPU part")

@@ -389,6 +389,8 @@ class Corruption:
     def heal(self, group: Group, named: Mapping[str, Tensor], digests: Mapping[str, int]) -> bool:
         """Copy the majority's state to the other ranks; return False if there is no majority.
 
+        A rank that differs checks its device first. The verdict is part of the details of its repair.
+
         Every rank of the group must call this method.
 
         Args:
@@ -406,9 +408,10 @@ class Corruption:
             return False
         source = next(i for i, (_, _, held) in enumerate(everyones) if tuple(held.values()) == majority)
         right = everyones[source][2]
-        for rank, host, held in everyones:
+        verdicts = group.gather_json(self._device_faults(group.device) if own[2] != right else None)
+        for (rank, host, held), verdict in zip(everyones, verdicts, strict=True):
             if wrong := [name for name in held if held[name] != right[name]]:
-                self._note(rank, host, wrong, everyones[source][0])
+                self._note(rank, host, wrong, everyones[source][0], verdict)
         broadcast_tensors(group, [*named.values(), *self._optimizer_state(named)], source)
         return True
 
@@ -417,11 +420,16 @@ class Corruption:
         known = {(d["step"], d["rank"]): d for found in self.engine.group.gather_json(self.found) for d in found}
         self.found = list(known.values())
 
+    def _device_faults(self, device: torch.device) -> dict[str, int]:
+        from paceline.comm.measure.health import device_faults  # few runs need it
+
+        return device_faults(device)
+
     def _member(self) -> int:
         rank = self.engine.group.rank
         return rank if self.members is None else self.members[rank]
 
-    def _note(self, rank: int, host: str, wrong: list[str], source: int) -> None:
+    def _note(self, rank: int, host: str, wrong: list[str], source: int, verdict: dict[str, int]) -> None:
         step = self.engine.step_count + 1
         self.times.append(rank)
         times = self.times.count(rank)
@@ -446,6 +454,7 @@ class Corruption:
                 "more": len(wrong[5:]),
                 "healed_from": source,
                 "times": times,
+                "device": verdict,
             }
         )
 

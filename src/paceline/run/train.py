@@ -38,6 +38,7 @@ from paceline.planning.plan import Plan, threads_on
 from paceline.planning.sync_info import ServerProcesses, sync_info
 from paceline.rank_environment import is_our_rank
 from paceline.run.dry_run import refuse_what_cannot_divide
+from paceline.run.health import check_cluster, refuse_unhealthy
 from paceline.run.out_of_memory import add_table
 from paceline.run.process import fail
 from paceline.run.record.progress import LiveProgress
@@ -63,6 +64,7 @@ def train(
     resume: bool = False,
     port: int | None = None,
     restarts: int = 0,
+    health: bool = False,
     console: Console | None = None,
 ) -> Run:
     """Train a job until its stop rule ends it, and return the record.
@@ -84,6 +86,7 @@ def train(
             starts.
         port: port of the rendezvous on the first host; None takes a free port.
         restarts: maximum number of restarts of a failed run per hour, each from the newest checkpoint.
+        health: whether to check the plan's devices and links before the first step, for some seconds.
         console: console that shows progress; None means stderr.
 
     Returns:
@@ -104,7 +107,7 @@ def train(
             'train was called in a rank that only imports the script. Put the call under `if __name__ == "__main__":`.',
         )
     with over_hosts():
-        return _train(job, plan, cluster, run, console, resume=resume, port=port, restarts=restarts)
+        return _train(job, plan, cluster, run, console, resume=resume, port=port, restarts=restarts, health=health)
 
 
 def _train(
@@ -117,6 +120,7 @@ def _train(
     resume: bool,
     port: int | None,
     restarts: int,
+    health: bool,
 ) -> Run:
     if not is_rank():
         warm_up()  # the forkserver imports modules while this process reads and checks the job
@@ -133,13 +137,22 @@ def _train(
     cluster = hosts.cluster if hosts and cluster is None else cluster_to_run_on(cluster)
     if is_rank():
         defer_compiler()
-        return _train_as_rank(job, cluster, asked, run=run, resume=resume)
+        return _train_as_rank(job, cluster, asked, run=run, resume=resume, health=health)
     console = console or SafeConsole(stderr=True, soft_wrap=True)
     with ExitStack() as held:
         remote = _remote(run, partial(_note, console), held, resume=resume)
         where = remote.path if remote else run
         record = _train_here(
-            job, cluster, asked, where, console, resume=resume, port=port, restarts=restarts, remote=remote
+            job,
+            cluster,
+            asked,
+            where,
+            console,
+            resume=resume,
+            port=port,
+            restarts=restarts,
+            health=health,
+            remote=remote,
         )
         record.url = remote.url if remote else None
         return record
@@ -203,6 +216,7 @@ def _train_here(
     resume: bool,
     port: int | None,
     restarts: int,
+    health: bool,
     remote: RemoteRun | None = None,
 ) -> Run:
     def say(line: str) -> None:
@@ -228,6 +242,9 @@ def _train_here(
         choice = choice_of(job, cluster, plan, before, say)
         warm_up_for(job, choice.plan)
         refuse_what_cannot_divide(job, choice.plan, cluster)
+        if health and takeover is None:
+            for text in refuse_unhealthy(check_cluster(cluster, choice.plan.ranks).report):
+                note(f"note: {text}")
         if lock is None:
             lock = held.enter_context(_new_run(Path(run) if run is not None else new_directory(job), note))
         record = _record(job, cluster, choice.plan, lock.run, before)
@@ -420,12 +437,17 @@ def new_directory(job: Job) -> Path:
     )
 
 
-def _train_as_rank(job: Job, cluster: Cluster, plan: AnyPlan, *, run: str | Path | None, resume: bool) -> Run:
+def _train_as_rank(
+    job: Job, cluster: Cluster, plan: AnyPlan, *, run: str | Path | None, resume: bool, health: bool
+) -> Run:
     from paceline.comm.backend import joined
+    from paceline.comm.measure.health import check
     from paceline.run.recovery.run import train_in
 
     transport = plan.transport if isinstance(plan, Plan) else "auto"
     with joined(deadline_s=job.deadline_s, transport=transport) as group, ExitStack() as held:
+        if health and (notes := refuse_unhealthy(check(group))) and group.rank == 0:
+            print(*(f"note: {text}" for text in notes), sep="\n", file=sys.stderr, flush=True)
         record = Run(_agreed_run(group, job, cluster, plan, held, run=run, resume=resume))
         if group.rank == 0:
             held.enter_context(RunTrackers(record, partial(print, file=sys.stderr), shows=True))

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from commands import checkpoints, ended, ended_well, events, losses, paceline, started, wait_for_step, write_job
-from sshd import ssh_to
+from paceline.run.record.run import Run
+from sshd import STRANGER, ssh_to
 
 pytestmark = [pytest.mark.needs_sshd, pytest.mark.slow]
 _DEADLINE_S = 100.0
@@ -38,3 +39,12 @@ def test_ctrl_c_at_the_starter_saves_the_run_on_all_hosts(ssh: str, tmp_path: Pa
     assert outcome.code == 130, outcome.err
     assert checkpoints(tmp_path / "run")
     assert events(tmp_path / "run", "end")[0]["reason"] == "SIGINT"
+
+
+@pytest.mark.parametrize("hosts", ["localhost:1,b:1", f"{STRANGER}:1,localhost:1"])
+def test_a_spare_host_is_left_out_after_a_check(ssh: str, tmp_path: Path, hosts: str) -> None:
+    job = write_job(tmp_path / "job.yaml")
+    arguments = ("train", job, "--plan", "dp=1", "--run", "run", "--hosts", hosts, "--spares", "1")
+    with started("paceline", *arguments, folder=tmp_path, environment={"PACELINE_SSH": ssh}) as process:
+        ended_well(process, _DEADLINE_S)
+    assert len(Run(tmp_path / "run").cluster.hosts) == 1

@@ -328,10 +328,13 @@ def event_sentence(event: dict[str, Any]) -> str | None:
             return _sentence_of_recut(event)
         case "corruption":
             tensors = ", ".join(event["tensors"]) + (f" and {event['more']} more" if event["more"] else "")
+            faults = sum(event.get("device", {}).values())
+            advice = "If this happens again, check the memory of that host"
+            if faults:
+                advice = f"A check of its device found {faults} wrong values: train without this device"
             return (
                 f"step {event['step']}: rank {event['rank']} (host {event['host']}) had values of {tensors} "
-                f"that differ from most ranks; its state is now that of rank {event['healed_from']}. If this happens "
-                "again, check the memory of that host"
+                f"that differ from most ranks; its state is now that of rank {event['healed_from']}. {advice}"
             )
         case "nonfinite" | "spike" if event["policy"] == "skip":
             return f"{event['problem']}; the update is skipped, as the job requests"
