@@ -505,7 +505,7 @@ class Memory:
 
     @property
     def elsewhere(self) -> int:
-        """Bytes that torch's allocator does not hold: those of the driver and of other processes."""
+        """Used bytes outside of torch's allocator: memory of the driver and of other processes."""
         return self.total - self.free - self.reserved
 
 
@@ -532,10 +532,10 @@ _BYTES = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
 
 def wanted_bytes(error: BaseException) -> int | None:
-    """Return the size of the allocation that failed for lack of memory.
+    """Return the size in bytes of an allocation that failed for lack of memory.
 
-    The memory is that of a device or of the host. The result is None for any other error, and 0 if the error does not
-    contain the size.
+    The allocation may be on a device or on the host. The result is None for any other error, and 0 if the error does
+    not contain the size.
     """
     import torch
 

@@ -1,15 +1,15 @@
 """Words of shared memory that announce data: stored and read in order, and waited for.
 
 A process stores data and then a word. Another process reads the word and then the data. This is only correct if no core
-reorders these accesses. x86-64 reorders an earlier store and a later load, and nothing else. arm64 reorders any two
-accesses without a fence between them. Therefore, all words that announce data go through `publish` and `acquiring`,
-which cost nothing more on x86-64.
+reorders these accesses. On x86-64, only a load can overtake an earlier store. arm64 may also reorder other accesses,
+unless a fence is between them. Therefore, all words that announce data go through `publish` and `acquiring`. On x86-64,
+`acquiring` adds no work.
 
 Python has no fence. libatomic, a library of GCC, exports the function `atomic_thread_fence` of C11, whose guarantee is
 section 7.17.4 of the standard: a fence before the store of a word synchronizes with a fence after the load of this
 word. Messages over sockets and pipes need no fence, because the kernel locks the queue on both sides.
 
-An aligned word of 8 bytes is stored and read at once on both processors.
+Both processors store and read an aligned word of 8 bytes in one access.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ if _ORDER.in_order:
     def publish(words: memoryview, index: int, value: int) -> None:
         """Store a word after all earlier accesses, and before all later accesses."""
         words[index] = value
-        with _one_lock:  # as `_locked_instruction`, without another call
+        with _one_lock:  # same as `_locked_instruction`, without another call
             return
 
     def acquiring(look: Callable[P, R]) -> Callable[P, R]:

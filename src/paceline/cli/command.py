@@ -251,7 +251,7 @@ def load_job(named: str, changes: list[str] | None = None) -> Job:
 def start_on(hosts: str | None, cluster: str | None = None, spares: int = 0) -> None:
     """Run this command on the named hosts, if any, and exit with its exit code.
 
-    With `spares`, the hosts are checked first, and this number of them is left out.
+    With `spares`, the hosts are checked first, and this number of hosts is left out.
 
     Without hosts, if a user without root rights names an emulated cluster, this process gets the required rights.
 

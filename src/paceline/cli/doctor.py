@@ -33,13 +33,13 @@ def command(
         bool, typer.Option("--json", help="End with one line of JSON: figures and environment.")
     ] = False,
     cluster: Annotated[
-        bool, typer.Option("--cluster", help="Only check every device and link, on all hosts: speed, results, memory.")
+        bool, typer.Option("--cluster", help="Only check devices and links, on all hosts: speed, results, memory.")
     ] = False,
     hosts: Hosts = None,
 ) -> None:
     """Check whether this machine can train, what is missing, and how fast it is.
 
-    Exit code 1: this machine cannot train, or a device or link is slow or wrong.
+    Exit code 1: this machine cannot train, or `--cluster` found a slow or faulty device or link.
     """
     if cluster:
         _check_cluster(hosts, as_json=as_json)

@@ -24,7 +24,7 @@ def command(
         int, typer.Option(min=0, help="Number of the --hosts to leave out: unhealthy ones first, then the last ones.")
     ] = 0,
     health: Annotated[
-        bool, typer.Option("--health", help="Check the devices and links for some seconds before the first step.")
+        bool, typer.Option("--health", help="Check the devices and links before the first step, which takes seconds.")
     ] = False,
     run: Annotated[
         str | None,

@@ -1,7 +1,7 @@
-"""Judgement of devices and links: which one is slow or wrong.
+"""Judgement of devices and links, which finds those that are slow or wrong.
 
 A device is compared with the other devices of its name, and a link with the other links of its kind. The comparison
-uses medians, so a few faulty devices do not move the expectation. `comm/measure/health.py` takes the readings.
+uses medians, so a few faulty devices hardly affect it. `comm/measure/health.py` takes the readings.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ if TYPE_CHECKING:
 _SLOW = 1.18  # a device is slow from this multiple of its peers' time; chips of one model differ by up to a tenth
 _SPREADS = 4.0  # … and if the difference is also this multiple of the peers' median deviation
 _SLOW_LINK = 1.6  # the same for the time of a message over a link
-_LEAST_OF_PEAK = 0.3  # no healthy device of the catalogue is below this share of its sustained peak
+_LEAST_OF_PEAK = 0.3  # a device below this share of the sustained peak in the catalogue is slow
 _FEWEST = 3  # with fewer peers, a median cannot name the outlier
 BY_TIME = ("device.slow", "devices.differ", "link.slow")
-"""Codes of findings that other work on the machine may cause, so they must be found again."""
+"""Codes of findings that other work on the machine may cause. They count only if another check confirms them."""
 
 
 @dataclass(frozen=True)
 class Counters:
-    """What the driver reports about a device under load; None if unknown.
+    """Counters that the driver reports for a device under load; None if unknown.
 
     Attributes:
         throttle: reasons for which the clock is lowered, the bits of `nvmlClocksEventReason…`.
@@ -54,16 +54,16 @@ class Counters:
 
 @dataclass(frozen=True)
 class DeviceReading:
-    """What the check measured on the device of one rank.
+    """Measurements of the check on the device of one rank.
 
     Attributes:
         host: index of the host.
         device: torch's name of the device; on CPUs `cpu:` and the number of the rank on its host.
         kind: name and software of the device. Devices of one kind compute the same bits.
         product_flops: floating-point operations of the timed matrix product.
-        product_s: low quantile of its times in seconds.
-        wrong: wrong numbers in matrix products whose exact result is known.
-        changed: repetitions of the timed product whose result had other bits than the first.
+        product_s: low quantile of the product's times in seconds.
+        wrong: number of wrong elements in matrix products whose exact result is known.
+        changed: number of repetitions of the timed product whose bits differ from the first result.
         digest: digest of the first result.
         memory_bytes: memory that was written and read back; `memory_wrong` counts the words that differed.
         expected_flops: sustained peak of the catalogue in FLOP/s; None if unknown.
@@ -142,7 +142,7 @@ def judge(devices: Sequence[DeviceReading], links: Sequence[LinkReading]) -> lis
 
 
 def confirmed(before: Sequence[HealthFinding], now: Sequence[HealthFinding]) -> list[HealthFinding]:
-    """Merge the findings of two checks; those that rest on times must be in both."""
+    """Merge the findings of two checks; findings that rest on times must be in both."""
     again, earlier = ({(f.code, f.ranks) for f in found} for found in (now, before))
     kept = [f for f in before if f.code not in BY_TIME or (f.code, f.ranks) in again]
     return kept + [f for f in now if f.code not in BY_TIME and (f.code, f.ranks) not in earlier]
@@ -167,7 +167,7 @@ def _wrong_results(devices: Sequence[DeviceReading]) -> Iterator[HealthFinding]:
         if device.wrong:
             text = f"{device.place} computes {count(device.wrong, 'wrong number')} in matrix products of small integers"
         elif device.changed:
-            text = f"{device.place} repeats a matrix product with other bits, {count(device.changed, 'time')}"
+            text = f"{device.place} repeated a matrix product with different bits, {count(device.changed, 'time')}"
         else:
             sound.append(device)
             continue
@@ -178,7 +178,7 @@ def _wrong_results(devices: Sequence[DeviceReading]) -> Iterator[HealthFinding]:
         odd = [device for device in alike if device.digest != digest]
         if odd and 2 * most > len(alike):
             for device in odd:
-                text = f"{device.place} computes other bits than {count(most, 'device')} of the same kind"
+                text = f"{device.place} computes different bits from {count(most, 'device')} of the same kind"
                 yield HealthFinding("device.wrong_result", "problem", (device.rank,), text, _REPLACE)
         elif odd:
             places = ", ".join(device.place for device in alike)
@@ -190,7 +190,7 @@ def _wrong_results(devices: Sequence[DeviceReading]) -> Iterator[HealthFinding]:
 def _wrong_memory(devices: Sequence[DeviceReading]) -> Iterator[HealthFinding]:
     for device in devices:
         if device.memory_wrong:
-            text = f"{device.place} returns {count(device.memory_wrong, 'word')} other than written to its memory"
+            text = f"{device.place} reads back {count(device.memory_wrong, 'wrong word')} from its memory"
             yield HealthFinding("device.wrong_memory", "problem", (device.rank,), text, _REPLACE)
 
 
@@ -229,14 +229,14 @@ def _peak(device: DeviceReading) -> str:
     return f"up to {flops(device.expected_flops or 0.0)}"
 
 
-# reasons of NVML; the clock of an idle, capped or set device is lowered on purpose
+# reasons of NVML; not those of idle, capped or configured devices, whose clock is lowered on purpose
 _THROTTLED = {
     0x08: ("problem", "hardware slowdown"),
     0x40: ("problem", "too hot, slowed by the hardware"),
     0x80: ("problem", "power brake"),
     0x20: ("note", "too hot, slowed by the driver"),
 }
-# errors of the hardware; others are mostly errors of programs (docs.nvidia.com/deploy/xid-errors)
+# errors of the hardware; most other XIDs are errors of programs (docs.nvidia.com/deploy/xid-errors)
 _HARDWARE_XIDS = {48, 62, 64, 74, 79, 92, 94, 95, 119, 120, 140, 143}
 
 
@@ -256,7 +256,7 @@ def _counted(devices: Sequence[DeviceReading]) -> Iterator[HealthFinding]:
             text = f"{device.place} could not replace a faulty memory row"
             yield HealthFinding("device.rows_failed", "problem", rank, text, _REPLACE)
         if xids := sorted(set(seen.xids or ()) & _HARDWARE_XIDS):
-            text = f"the kernel's log has errors of {device.place} since its start: XID {', '.join(map(str, xids))}"
+            text = f"the kernel's log since boot has errors of {device.place}: XID {', '.join(map(str, xids))}"
             advice = "Restart the host if the device was not reset since then (docs.nvidia.com/deploy/xid-errors)."
             yield HealthFinding("device.xid", "note", rank, text, advice)
 
@@ -276,9 +276,9 @@ def _wrong_links(devices: Sequence[DeviceReading], links: Sequence[LinkReading])
 def _slow_links(
     devices: Sequence[DeviceReading], links: Sequence[LinkReading], slow_devices: set[int]
 ) -> Iterator[HealthFinding]:
-    """Name devices and hosts whose fastest link is slower than that of the others.
+    """Name devices and hosts whose fastest link is slower than the peers' fastest links.
 
-    A slow link slows all messages of its device or host, but its neighbors also have other links. The cores of one
+    A slow link of a device or host slows all its messages, but its neighbors also have other links. The cores of one
     host have no links.
     """
     by_rank = {device.rank: device for device in devices}
@@ -341,7 +341,7 @@ def counters_of(device: torch.device) -> Counters:
 def read_counters(nvml: Any, handle: Any, log: Path = Path("/dev/kmsg")) -> Counters:
     """Read the counters of a GPU of an initialized NVML; `log` is the kernel's log.
 
-    NVML itself does not count past XIDs. The kernel's log can be read by root only on most systems.
+    NVML does not count past XIDs. On most systems, only root can read the kernel's log.
     """
 
     def ask(question: str, *arguments: int) -> Any:
@@ -370,7 +370,7 @@ def _xids(bus_id: str | bytes, log: Path) -> tuple[int, ...] | None:
         return None
     text = b""
     try:
-        while record := os.read(descriptor, 2**13):  # one line per read; without more lines, a read fails
+        while record := os.read(descriptor, 2**13):  # one line per read; after the last line, a read fails
             text += record
     except OSError:
         pass

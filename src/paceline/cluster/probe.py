@@ -367,7 +367,8 @@ class Telemetry:
     def other_processes(self) -> list[tuple[int, int]]:
         """Return the other processes that hold memory of the GPU, each with its bytes.
 
-        The result is empty if NVML does not list this process, for example because a container has own process numbers.
+        The result is empty if NVML does not list this process, for example because a container has its own
+        process numbers.
         """
         try:
             found = self._nvml.nvmlDeviceGetComputeRunningProcesses(self._handle)

@@ -20,7 +20,7 @@ import torch.distributed.nn.functional
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 # Imported before ranks are forked from the forkserver; otherwise `register_transport` would import it in each rank.
-# The launcher asks every rank for its position.
+# `positions` registers the function that reads this rank's position when the launcher asks for it.
 import paceline.comm.positions
 import paceline.comm.tcp  # noqa: F401
 from paceline.cluster.launch_engines import is_rank

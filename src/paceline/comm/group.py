@@ -60,8 +60,8 @@ class Group:
         links: measured speeds of the links between the hosts, if available; equal on all ranks.
         transport_note: reason why a faster transport was not used, or a note that the transport does not encrypt; else
             None.
-        interruption: thread that ends waits on an accelerator when the generation is over; None if waits end by
-            themselves.
+        interruption: thread that ends waits on an accelerator when the generation is over; None if no such thread is
+            needed.
     """
 
     rank: int = 0
@@ -163,7 +163,7 @@ class Group:
         return self.subgroup(range(self.size))
 
     def for_host_memory(self) -> Group:
-        """Create a group of the same ranks for tensors in the hosts' memory.
+        """Create a group of the same ranks for tensors in host memory.
 
         Every rank must call this method. Call `close` on the group at the end.
         """
@@ -434,7 +434,7 @@ class Group:
                 error=str(error).strip(),
             ) from error
         if waited_s >= self.deadline_s:
-            report_wait(error)  # first, because the calls below may wait for other ranks
+            report_wait(error)  # called first, because later calls may wait for other ranks
         if ends_generation(error):
             raise GenerationOver(
                 "ranks.interrupted",

@@ -1,10 +1,10 @@
 """End of waits on an accelerator when the generation is over.
 
 On an accelerator, the host waits for the device, and the device waits for the other ranks. If a rank is lost, such a
-wait never ends, and raises no error. A thread therefore watches the generation. When the generation is over, the thread
-aborts the process groups of torch's collective library. The device then finishes the queued
-work: the process, the device's context and its memory stay. Results of aborted collectives are undefined, so whoever
-reads a result from the device calls `wire/status.py:refuse_aborted` before using it.
+wait may never end, and raise no error. A thread therefore watches the generation. When the generation is over, the
+thread aborts the process groups of torch's collective library. The device then finishes the queued work. The process
+keeps the device's context and memory. Results of aborted collectives are undefined. Code that reads a result from the
+device therefore calls `wire/status.py:refuse_aborted` before it uses the result.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from paceline.errors import device_fault
 from paceline.wire.status import generation_is_over, note_abort, was_aborted
 
 _LOOK_S = 0.01
-_TRIES = 100  # errors of aborted collectives that a device may report, one at each wait
+_TRIES = 100  # maximum number of waits; a device may report errors of aborted collectives, one at each wait
 # Without this setting, torch ends the whole process when a peer is lost. The supervisor enforces the deadline instead.
 _NCCL_SETTING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 
@@ -31,8 +31,8 @@ class Interruption:
     """Thread that aborts this process's groups on an accelerator when the generation is over.
 
     Attributes:
-        gradients_arrived: returns True if the newest reduced gradients are complete on the device. It is called before
-            the abort, after which this can no longer be known.
+        gradients_arrived: returns True if the newest reduced gradients are complete on the device. The function is
+            called before the abort, because the answer is unknown afterwards.
         had_gradients: result of that call; False before the abort.
     """
 
@@ -68,8 +68,8 @@ class Interruption:
     def begin_phase_after_compute(self, tell: Callable[[], None]) -> None:
         """Call `tell` when the device has finished the work queued so far.
 
-        The host queues collectives before the device has computed their inputs. A rank whose device still computes, or
-        hangs, must not look like a rank that waits for others.
+        The host queues collectives before the device has computed their inputs. A rank whose device still computes or
+        hangs must not look like a rank that waits for others.
         """
         computed = event(self.device)
         computed.record()
@@ -109,7 +109,7 @@ class Interruption:
                     self.had_gradients = self.gradients_arrived()
                 note_abort(True)
             world = distributed_c10d._world
-            # The default group is first: a step counts only if its sum over all ranks is complete.
+            # The default group is aborted first: a step counts only if its sum over all ranks is complete.
             groups = [group for group in world.pg_names if group not in self._aborted]
             groups.sort(key=lambda group: (group is not world.default_pg, world.pg_names[group]))
             if not groups:
@@ -117,7 +117,7 @@ class Interruption:
             with _together(groups[0]):
                 for group in groups:
                     self._aborted.add(group)
-                    with suppress(RuntimeError):  # gloo cannot abort, and notices lost peers itself
+                    with suppress(RuntimeError):  # gloo cannot abort, but detects lost peers itself
                         group.abort()
 
 

@@ -38,7 +38,7 @@ class Operation:
 
     `waits_for` returns the peers that the operation waits for. `started` is the time when the operation became the
     first of its queue, because the deadline excludes the time of earlier operations. `group`, `number` and `tensors`
-    describe the operation if ranks hang (`positions.py`).
+    describe the operation in reports about hung ranks (`positions.py`).
     """
 
     def __init__(

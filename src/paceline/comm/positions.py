@@ -1,8 +1,8 @@
 """Reading of this rank's position in its collectives, at the request of the launcher.
 
 The operations of paceline's own groups are read from their queues. For torch's groups (gloo, NCCL), torch's flight
-recorder has every recent collective. The layer is the innermost module in the stack of the main thread. An accelerator
-runs collectives later than the host calls them, so their layer comes from the stack in the flight recorder.
+recorder has the recent collectives. The layer is the innermost module in the stack of the main thread. An accelerator
+runs a collective after the host has called it, so the layer comes from the stack in the flight recorder.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from paceline.comm.operation import Description, last_failure
 from paceline.comm.process_group import DrivenProcessGroup
 from paceline.wire.position import Position, Wait, read_positions_with
 
-_FAILED_S = 5.0  # time in which a failed operation counts as the operation in which the rank waits
+_FAILED_S = 5.0  # for this time, a failed operation counts as the operation in which the rank waits
 _RECORDERS = ("_dump_nccl_trace", "_dump_xccl_trace", "_dump_fr_trace")  # torch's flight recorders, by backend
 _DTYPES = {
     "Float": "float32",
@@ -87,7 +87,7 @@ _IN_LAYER = "layer "
 
 
 def in_layer(function: Any, layer: str) -> FunctionType:
-    """Return a copy of a function that has the name of a layer in stacks.
+    """Return a copy of a function that shows the name of a layer in stacks.
 
     The flight recorder keeps these stacks.
     """
@@ -116,7 +116,7 @@ def _groups() -> dict[Any, _Group]:
 
 
 def _operations(groups: Sequence[DrivenProcessGroup]) -> Iterator[Description]:
-    """Yield an operation that has just failed, and those for which a thread waits."""
+    """Yield an operation that has just failed, and the operations for which a thread waits."""
     failed = last_failure()
     if failed is not None and time.monotonic() - failed.at < _FAILED_S:
         yield failed
@@ -136,7 +136,8 @@ def _recorded_waits(
 ) -> Iterator[Wait]:
     """Yield the first unfinished collective of each of torch's own groups.
 
-    `entered` gets the number of collectives of each group. If the newest one has failed, it counts as unfinished.
+    The function sets the number of collectives of each group in `entered`. If the newest collective has failed, it
+    counts as unfinished.
     """
     pending: dict[str, dict[str, Any]] = {}
     entries = _recorded(stacks=stacks)
@@ -161,7 +162,7 @@ def _recorded_waits(
 
 def _recorded(*, stacks: bool) -> list[dict[str, Any]]:
     """Return the entries of all flight recorders, in order."""
-    # to look up compiled code in stacks, torch would import its compiler, which takes seconds
+    # torch would import its compiler to look up compiled code in stacks, which takes seconds
     hides_compiler = stacks and "torch._inductor" not in sys.modules
     if hides_compiler:
         vars(torch)["_inductor"] = None
@@ -177,7 +178,7 @@ def _recorded(*, stacks: bool) -> list[dict[str, Any]]:
 def _layer_of_lines(frames: Sequence[Mapping[str, Any]]) -> str:
     """Return the layer whose forward pass contains the innermost line of the model's code.
 
-    If several layers share the code, all are named.
+    If several layers share this code, the result names all of them.
     """
     model = _model() if _model is not None else None
     for frame in frames:
@@ -242,10 +243,10 @@ def _layer(frames: Iterable[FrameType]) -> str:
         own: Any = frame.f_locals.get(first[0])
         if isinstance(own, nn.Module):
             return names.get(id(own)) or type(own).__name__
-        # torch's FSDP2 gathers and scatters for a module, outside of the module's methods
+        # torch's FSDP2 gathers and scatters outside of the module's methods
         if type(own).__name__ == "FSDPParamGroup" and (name := own._module_fqn):
             return str(name)
-        # tensor parallelism sums gradients in an autograd function, which has its layer
+        # tensor parallelism sums gradients in an autograd function, whose context names the layer
         if first == ("ctx",) and isinstance(name := getattr(own, "layer", None), str) and name:
             return name
     return ""

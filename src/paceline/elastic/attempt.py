@@ -61,8 +61,8 @@ def launch(
     Raises:
         LaunchError: the ranks could not be started, or a rank raised an exception, hung or was killed. The text names
             the rank and shows its traceback.
-        SystemExit: with exit code 130, after a second SIGINT, or with exit code 143, if this host has left the run and
-            another host coordinates it.
+        SystemExit: with exit code 130 after a second SIGINT. With exit code 143 if this host has left the run, which
+            another host now coordinates.
     """
     if setting.pin_cores is not None and len(setting.pin_cores) != setting.ranks:
         cores = f"pin_cores names the cores of {len(setting.pin_cores)} ranks"
@@ -144,7 +144,7 @@ class Attempt:
         rank, ranks = self.ranks[number], self.ranks
         if rank.code is not None:
             return rank.code != 0
-        # a rank that has lost its device ends soon, and is then replaced
+        # a rank that has lost its device will end soon, and is then replaced
         return rank.record.exists() and not (self.losses.replaces and ranks.lost_its_device(number))
 
     def _failed(self) -> LaunchError:
@@ -154,7 +154,7 @@ class Attempt:
         if not any(end.record for end in before if end.status.rank in members and end.primary):
             stall = ranks.stall(self.losses.counted)
             late = before[stall.rank] if stall else None
-            # a rank that a signal ended did not hang, and another error describes calls that differ
+            # a rank that was ended by a signal did not hang; different calls have an error of their own
             if stall and late and not stall.differs and (late.code is None or late.record):
                 return self._hang([late.status], stall)
         ranks.stop_all()
@@ -193,9 +193,9 @@ class Attempt:
         return self.watchdog.look(alive, idle_s, time.monotonic(), paging)
 
     def _examined(self, hung: Sequence[RankStatus]) -> tuple[list[RankStatus], Stall | None]:
-        """Find the ranks that caused a hang from the positions of all ranks.
+        """Find the ranks that caused a hang, from the positions of all ranks.
 
-        A rank that waits for others in a layer makes no progress either, but is not the cause.
+        A rank that waits for others makes no progress either, but is not the cause.
         """
         stall = self.ranks.stall(self.losses.counted)
         if stall is None:

@@ -1,9 +1,9 @@
 """Departures of hosts that have received SIGTERM.
 
-SIGTERM to one host of a run is a notice that a scheduler or a cloud takes the host away. The host leaves after a step,
-so that no step is lost, and the others go on. A scheduler that ends the whole run sends SIGTERM to all hosts, within a
-moment. The notices are therefore gathered for a moment. If all hosts have a notice, or the remaining hosts cannot go
-on, the run saves and ends.
+SIGTERM to one host of a run is a notice that a scheduler or a cloud will take the host away. The host leaves after a
+step, so that no step is aborted, and the other hosts continue. A scheduler that ends the whole run sends SIGTERM to all
+hosts at about the same time, so notices are gathered for a second. If all hosts have a notice, or the remaining hosts
+cannot continue, the run saves a checkpoint and ends.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _FIRST_ENDS_ALL = ("ssh",)  # launch engines that end all hosts when the command
 
 
 class Departures:
-    """Hosts with a notice, which leave after a step, one after another. This host is the last to leave.
+    """Hosts with a notice, which leave after a step. This host leaves last.
 
     Attributes:
         leaving: numbers of the hosts that are leaving.
@@ -64,7 +64,7 @@ class Departures:
             self.membership.departing.update(*map(self.ranks.on_host, new - {0}))
 
     def step(self) -> list[int]:
-        """Release hosts whose ranks have left; return the hosts that have gone since then."""
+        """Release hosts whose ranks have left, and return the released hosts that are now gone."""
         remote, membership = self.ranks.remote, self.membership
         assert remote is not None
         left = []
@@ -105,7 +105,7 @@ class Departures:
         raise SystemExit(128 + signal.SIGTERM)
 
     def _obstacle(self, stay: Set[int]) -> str | None:
-        """Return why the run cannot go on with the hosts in `stay` only, or None."""
+        """Return why the run cannot continue with only the hosts in `stay`, or None."""
         ranks, remote = self.ranks, self.ranks.remote
         assert remote is not None
         hosts, board = remote.hosts, ranks.board.read()

@@ -35,7 +35,7 @@ _PASSING_NAMES = (
     "ECOMM"
 )
 _PASSING = {getattr(errno, name) for name in _PASSING_NAMES.split()}
-_WAITING = re.compile("in (_kill_when_orphaned|_answer_with_position)")  # threads of a rank that only wait
+_WAITING = re.compile("in (_kill_when_orphaned|_answer_with_position)")  # functions of threads that only wait
 _STACK_LINES = 60  # largest number of lines shown of a hung rank's stack trace
 # folders of paceline's own packages
 OWN_FILES = tuple(
@@ -173,7 +173,7 @@ def root_cause(ends: Sequence[RankEnd], oom_kills: int | None, stall: Stall | No
         frames = f"\n\n{odd.record.traceback}".rstrip() if odd.record else ""
         return LaunchError(
             "launch.calls_differ",
-            "{who} called {instead} in step {step}, in the place of {wait}, which {others} called; {then}. Every rank "
+            "{who} called {instead} in step {step}, but {others} called {wait}; {then}. Every rank "
             "of a group must make the same calls in the same order, with tensors of the same type and size.{stacks}",
             who=_who(odd),
             instead=stall.instead,
@@ -253,7 +253,7 @@ def hang(hung: Sequence[RankEnd], ends: Sequence[RankEnd], now_ns: int, stall: S
 
 
 def _in_collective(stall: Stall) -> str:
-    """End of the sentence about a rank that did not enter a collective."""
+    """Return the end of the sentence about a rank that did not enter a collective."""
     own = f", in {stall.instead}," if stall.instead else f", in layer {stall.own_layer}," if stall.own_layer else ""
     return f"{own} while {_wait(stall.waiting)} for it in {stall.wait} in step {stall.step}"
 

@@ -240,9 +240,9 @@ def recovers_in_place(job: Job, plan: Plan, cluster: Cluster) -> bool:
     There are three conditions. First, the state of a lost rank must exist elsewhere. For this, the plan needs either
     one replica whose parts are copied to other ranks, or several replicas. Several replicas must be equal after every
     step, or be undivided and use one of paceline's sync rules. Second, waits for other ranks must end when a rank is
-    lost: in paceline's transports, or on accelerators, where the collectives are aborted. A rule with a state of its
-    own could be left with undefined results of aborted collectives, so it restarts. Third, the samples must be
-    divisible among any number of replicas.
+    lost. Waits in paceline's transports do so, and collectives on accelerators are aborted. Undefined results of
+    aborted collectives could remain in the state of a rule, so accelerators need the rule `allreduce` without
+    compression. Third, the samples must be divisible among any number of replicas.
 
     Raises:
         LaunchError: `PACELINE_RECOVERY` is neither on nor off.

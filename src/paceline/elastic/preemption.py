@@ -49,7 +49,7 @@ def _answer(url: str, headers: dict[str, str], method: str = "GET") -> str:
     from urllib.error import HTTPError
     from urllib.request import ProxyHandler, Request, build_opener
 
-    opener = build_opener(ProxyHandler({}))  # the metadata of a host are never behind a proxy
+    opener = build_opener(ProxyHandler({}))  # a host's metadata is not behind a proxy
     try:
         with opener.open(Request(url, headers=headers, method=method), timeout=_TIMEOUT_S) as response:
             return str(response.read(4096).decode(errors="replace"))
@@ -65,7 +65,7 @@ SOURCES = ExtensionPoint("source of preemption notices", "paceline.preemption", 
 
 @contextmanager
 def preemption_notices() -> Iterator[None]:
-    """Inside the context, send SIGTERM to this process once there is a notice.
+    """Send SIGTERM to this process if a notice appears while the context is open.
 
     `PACELINE_PREEMPTION` names the source of notices. Without the variable, nothing is polled.
 
@@ -92,7 +92,7 @@ def _poll(name: str, source: NoticeSource, closing: threading.Event) -> None:
     while not closing.wait(_POLL_S):
         try:
             is_pending = source.is_pending()
-        except Exception as error:  # noqa: BLE001 - a source of a package may raise anything, and the run goes on
+        except Exception as error:  # noqa: BLE001 - a package's source may raise anything, and the run continues
             if answers:
                 _say(f"note: the source of preemption notices {name} does not answer: {error}")
             answers = False

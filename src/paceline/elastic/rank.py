@@ -144,7 +144,7 @@ class Launcher:
 
 
 def _answer_with_position(record: Path) -> None:
-    """Write this rank's position whenever the launcher asks, also while the main thread is blocked."""
+    """Write this rank's position whenever the launcher asks, even while the main thread waits."""
     while signal.sigwait({ASK}):
         _write_position(record)
 
@@ -157,7 +157,7 @@ def _answer_and_stop(record: Path, stack: IO[str]) -> None:
 
 
 def _write_position(record: Path, error: BaseException | None = None) -> None:
-    # another thread may change what is read, and the launcher continues without an answer
+    # other threads may change the data during the reading; the launcher continues without an answer
     with suppress(Exception):
         position, path = own_position(error), record.with_suffix(POSITION)
         if position.entered or not path.exists():  # a rank that has left its groups keeps its last position

@@ -275,7 +275,7 @@ class Ranks:
 
         Args:
             members: ranks that communicate with the rank.
-            stall: the collective that a rank did not enter, if it was already searched for.
+            stall: the collective that a rank did not enter, if it is already known.
         """
         ends = self.ends()
         stall = stall or self.stall(members)
@@ -288,7 +288,7 @@ class Ranks:
     def stall(self, members: Sequence[int]) -> Stall | None:
         """Find the rank that did not enter a collective, from the positions of all members.
 
-        The running members are asked. Members that have failed left their positions.
+        Running members are asked for their positions. Members that have failed have written their positions.
         """
         if self.setting.workers is not None:  # workers and servers share no process group
             return None
@@ -317,7 +317,7 @@ class Ranks:
     def overdue(self, members: Collection[int]) -> bool:
         """Return True if a running member reports a wait of `deadline_s`.
 
-        A rank also reports waits with shorter timeouts of their own, after which its program may go on.
+        A rank also reports waits that have shorter timeouts of their own. After such a wait, its program may continue.
         """
         for rank in (self[number] for number in members):
             file = rank.record.with_suffix(POSITION)
@@ -358,9 +358,9 @@ class Ranks:
         return sorted(number for number in self.stopped_now if now - self._ran_at[number] > limit_s)
 
     def ask_for_stacks(self, numbers: Set[int]) -> None:
-        """Make hung ranks write their stack traces, and wait briefly for these.
+        """Make hung ranks write their stack traces, and wait briefly for the traces.
 
-        A suspended rank writes its stack trace with its position.
+        A suspended rank writes its stack trace together with its position.
         """
         asked = [rank for rank in self if rank.number in numbers and rank.code is None and not rank.stopped]
         for rank in asked:

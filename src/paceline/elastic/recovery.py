@@ -482,7 +482,10 @@ class Recovery(Losses):
         self.tell("scaled", by=-1, ranks=left, host=self._leaving_host)
 
     def _end_departed(self) -> None:
-        """Continue without hosts that have left after a notice; leave if this host has one."""
+        """Continue without hosts that have left after a notice.
+
+        If this host has a notice, it leaves last.
+        """
         departures, remote, membership = self._departures, self.ranks.remote, self.membership
         if remote is None:
             return

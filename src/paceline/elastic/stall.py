@@ -1,9 +1,9 @@
 """Comparison of all ranks' positions, which finds the rank that did not enter a collective.
 
 A rank that waits depends on the ranks that have entered fewer collectives of the same group. If others depend on a rank
-that waits for no rank itself, this rank has caused the stall. If all ranks wait for one another, two ranks made
-different calls in one place of a group, or one rank has left out a collective. The rank that is furthest in its program
-then is the cause.
+that waits for no rank itself, this rank has caused the stall. If all ranks wait for one another, there are two cases.
+If ranks of a group made different calls with the same number, a rank with the least frequent call is the cause.
+Otherwise, the rank that is furthest in its program has left out a collective.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Stall:
         layer: the layer that called the collective; if none did, the layer in which `rank` is.
         own_layer: the layer in which `rank` is.
         instead: the operation in which `rank` waits; None if it waits for no rank.
-        differs: True if `rank` made a different call in the place of the collective.
+        differs: True if `rank` made a different call instead of the collective.
     """
 
     rank: int
@@ -69,7 +69,7 @@ def stall_of(positions: Mapping[int, Position], statuses: Sequence[RankStatus], 
 
 
 def _is_of(members: Sequence[int], number: int, position: Position) -> bool:
-    """Return True if a rank's position can be of the generation with these members."""
+    """Return True if a rank's position may belong to the generation with these members."""
     named = {position.rank, *(rank for wait in position.waits for rank in (*wait.members, *(wait.awaited or ())))}
     return max(named) < len(members) and members[position.rank] == number
 
@@ -135,11 +135,11 @@ class _Comparison:
         return Stall(rank, waiting, sorted(self.depends), wait, step, own.layer if own else "", **more)
 
     def _progress(self, number: int) -> tuple[int, int, float]:
-        """Progress of a rank in its program: step, phase, and start of its wait."""
+        """Return a rank's progress in its program: step, phase, and start of its wait."""
         status, position = self.statuses[number], self.positions.get(number, Position())
         return status.step, PHASES.index(status.phase), -min((w.waited_s for w in position.waits), default=0.0)
 
 
 def _kind(wait: Wait) -> tuple[str, str]:
-    """What must be equal on all ranks: of some collectives, the tensors need not be."""
+    """Return the operation and, if they must be equal on all ranks, its tensors."""
     return wait.what, "" if wait.what in ("gather", "scatter", "all_to_all") else wait.tensors

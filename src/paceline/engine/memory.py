@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 def tensor_bytes(engine: RankEngine) -> dict[str, int]:
     """Count the bytes of a rank's tensors on its device by part, each storage once.
 
-    Gradients in buckets count as gradients. Communication is what FSDP2 has gathered now, the rest of the buckets, and
-    the other tensors of the sync rule. The parts are those of `planning.cost.memory.PARTS`.
+    Gradients in buckets count as gradients. Communication is the parameters that FSDP2 has gathered now, the rest of
+    the buckets, and the other tensors of the sync rule. The parts are those of `planning.cost.memory.PARTS`.
     """
     parameters, gradients, optimizer = state_tensors(engine.named_parameters().values(), engine.optimizer)
     gathered, accumulated = _of_fsdp(engine)
@@ -72,7 +72,7 @@ def _of_fsdp(engine: RankEngine) -> tuple[list[Tensor], list[Tensor]]:
 def measured_parts(tensors: Mapping[str, int], counted: Memory | None) -> dict[str, int]:
     """Add the parts of a device's peak to the bytes of tensors.
 
-    The peak without these tensors counts as activations. On CPUs, no allocator counts, so there are no further parts.
+    The peak without these tensors counts as activations. On CPUs, the allocator does not count, so no parts are added.
     """
     if counted is None:
         return dict(tensors)

@@ -263,10 +263,7 @@ class GradientReduction:
 
     @property
     def arrived(self) -> bool:
-        """Return True if the newest gradients are complete.
-
-        They may be complete even if the rest of the reduction was interrupted.
-        """
+        """True if the newest gradients are complete, even if the reduction was interrupted later."""
         interruption = self.world.interruption
         return self.stage != "own" and (interruption is None or interruption.had_gradients)
 

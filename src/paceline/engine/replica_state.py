@@ -389,7 +389,7 @@ class Corruption:
     def heal(self, group: Group, named: Mapping[str, Tensor], digests: Mapping[str, int]) -> bool:
         """Copy the majority's state to the other ranks; return False if there is no majority.
 
-        A rank that differs checks its device first. The verdict is part of the details of its repair.
+        A rank that differs checks its device first. The event of the repair contains the result of this check.
 
         Every rank of the group must call this method.
 

@@ -1,4 +1,4 @@
-"""The plan nearest to one that ran out of memory, and that fits by prediction."""
+"""Search for the nearest plan that is predicted to fit, after memory ran out."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ def plan_that_fits(
 ) -> Plan | None:
     """Find the plan nearest to `plan` that fits by prediction.
 
-    The predicted activations are corrected by what is known of the activations of `plan`.
+    The known activations of `plan` correct the predicted activations.
 
     Args:
         plan: a plan that ran out of memory.
         activations_bytes: smallest possible peak of the activations of `plan`; 0 if unknown.
-        room_bytes: bytes of a device for tensors; None uses a rank's part of the host's memory.
+        room_bytes: bytes of a device for tensors; None means a rank's part of the host's memory.
 
     Returns:
         The plan; None if none was found in time, or if `plan` cannot be predicted.
@@ -45,7 +45,7 @@ def plan_that_fits(
     until = time.monotonic() + BUDGET_S
 
     def too_large(context: PlanContext) -> PlanProblem | None:
-        with suppress(PacelineError):  # of a plan that cannot be predicted
+        with suppress(PacelineError):  # a plan that cannot be predicted is refused
             activations, others, room = _predicted(layouts, context.plan, room_bytes)
             if time.monotonic() < until and factor * activations + others <= (1 - RESERVE) * room:
                 return None

@@ -317,7 +317,7 @@ DEFINITIONS: Mapping[str, Definition] = {
     "memory_parts": Definition(
         "the rank with the largest peak",
         "Weights, gradients and optimizer state are the bytes of tensors. Communication is the buffers that exist "
-        "between steps. Activations are the rest of the peak. The cache is memory that torch reserves in addition.",
+        "between steps. Activations are the rest of the peak. The cache is memory that torch reserves beyond the peak.",
     ),
     "staleness": Definition(
         "staleness",

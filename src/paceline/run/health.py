@@ -19,8 +19,8 @@ from paceline.elastic.run_on_ranks import run_on_ranks
 from paceline.elastic.ssh import NamedHost, read_hosts, ssh
 from paceline.errors import ClusterError
 
-_START_S = 240.0  # the start of the ranks and all attempts
-_REACH_S = 30.0  # for ssh to reach all hosts
+_START_S = 240.0  # maximum time for the start of the ranks and all attempts
+_REACH_S = 30.0  # maximum time for ssh to reach all hosts
 
 
 @dataclass(frozen=True)
@@ -76,8 +76,8 @@ def refuse_unhealthy(report: HealthReport) -> list[str]:
     if report.problems:
         raise ClusterError(
             "health.unhealthy",
-            "the health check before the first step found:\n{problems}\nNothing was started. Run paceline doctor "
-            "--cluster for the table, or train without --health.",
+            "the health check before the first step found:\n{problems}\nTraining was not started. Run paceline "
+            "doctor --cluster for the table, or train without --health.",
             problems="\n".join(f"- {finding.text}. {finding.advice}" for finding in report.problems),
         )
     return [f"{finding.text}. {finding.advice}" for finding in report.findings]
@@ -90,7 +90,8 @@ def healthy_hosts(hosts: str, spares: int) -> str:
 
     Raises:
         LaunchError: the list of hosts is invalid.
-        ClusterError: the list has only spare hosts, the check did not end, or more hosts have problems than are spare.
+        ClusterError: `spares` leaves no host to train on, the hosts could not be checked, or more hosts than `spares`
+            have problems.
     """
     named = read_hosts(hosts)
     entries = [host.name if host.devices is None else f"{host.name}:{host.devices}" for host in named]
@@ -109,10 +110,10 @@ def healthy_hosts(hosts: str, spares: int) -> str:
 
 
 def chosen_hosts(hosts: Sequence[str], bad: set[int], spares: int) -> list[str]:
-    """Return the hosts to train on: the first good ones, except the spares.
+    """Return the hosts to train on: the first hosts without problems, except the spares.
 
     Raises:
-        ClusterError: more hosts are bad than spare.
+        ClusterError: more hosts than `spares` have problems.
     """
     if len(bad) > spares:
         raise ClusterError(
@@ -157,8 +158,8 @@ def _unhealthy(hosts: Sequence[str]) -> set[int]:
     except (ValueError, KeyError) as error:
         raise ClusterError(
             "health.not_checked",
-            "the hosts could not be checked (exit code {code}); the reason is above. Without --spares, hosts are not "
-            "checked.",
+            "the hosts could not be checked (exit code {code}); the reason is above. To train without this check, omit "
+            "--spares.",
             code=done.returncode,
         ) from error
     print("\n".join(screen), file=sys.stderr, flush=True)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from paceline.engine.engine import RankEngine
 
-# more bytes of a device outside of the rank's allocator are not only those of the rank's own driver context
+# if more bytes of a device are outside of the rank's allocator, other processes hold memory, too
 _FOREIGN_BYTES = 2 * RUNTIME_BYTES
 _ALONE = 0.8  # largest share of a device that the other ranks used if one rank ran out alone
 
@@ -60,7 +60,7 @@ def _shortage(wanted: int, device: torch.device, engine: RankEngine | None) -> P
             found = telemetry.other_processes() if (telemetry := telemetry_of(device)) is not None else []
             named = ", ".join(f"process {pid} holds {size(held)}" for pid, held in found)
             others = f"; {named or f'other processes hold {size(elsewhere)}'}"
-    # for programs, and for the table of the launcher
+    # fields for programs, and for the launcher's table
     facts = {
         "wanted_bytes": wanted,
         "used_bytes": used,
@@ -88,8 +88,8 @@ def _shortage(wanted: int, device: torch.device, engine: RankEngine | None) -> P
 def add_table(failure: LaunchError, run: Run) -> None:
     """Add the memory by part and a plan that fits to a run's error.
 
-    Errors other than a rank's lack of memory stay unchanged. If the host's kernel killed the rank, the memory is that
-    of the rank's last record.
+    Errors with other causes stay unchanged. If the host's kernel killed the rank, the measured memory is from the
+    rank's last record.
     """
     from paceline.planning.fitting import plan_that_fits  # imports the cost model, which most runs do not need
 

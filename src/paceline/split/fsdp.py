@@ -261,9 +261,9 @@ def _sum_only(stage: nn.Module) -> None:
 
 
 def _name_collectives(stage: nn.Module) -> None:
-    """Show the name of each unit in the stacks of its collectives.
+    """Show each unit's name in the stacks of its collectives.
 
-    Errors about ranks that hang name the unit.
+    Errors about hung ranks name the unit.
     """
     for name, module in stage.named_modules():
         if isinstance(module, FSDPModule) and name:

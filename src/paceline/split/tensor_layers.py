@@ -49,7 +49,7 @@ def copy(x: Tensor, group: Group, fresh: bool = False, layer: str = "") -> Tenso
     """Return `x` unchanged, and all-reduce its gradients, which are partial sums.
 
     With `fresh`, the gradients are reduced in place, because no other code reads them. `layer` is the module that uses
-    the result, for errors about ranks that hang (`comm/positions.py`).
+    the result, for errors about hung ranks (`comm/positions.py`).
     """
     result: Tensor = _Copy.apply(x, group, fresh, layer)
     return result

@@ -101,8 +101,8 @@ class RankState:
         Args:
             reuse: older copy that is no longer needed. If the memory of this copy fits, it is overwritten.
             in_one_piece: True to copy all tensors into one memory block, which can be sent to a peer.
-            beside: stream of an accelerator for the copies, while the next forward and backward passes run. The next
-                update must wait for the event `arrived` of the result. None copies at once.
+            beside: stream of an accelerator that makes the copies during the next forward and backward passes. The next
+                update must wait for the event `arrived` of the result. None copies immediately.
         """
         values = plain(self.values, "values")
         memory = None

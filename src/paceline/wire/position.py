@@ -15,7 +15,7 @@ import msgspec
 
 # Signal that asks a rank for its position. Every thread of a rank blocks it, and one thread waits for it.
 ASK = signal.SIGRTMAX - 5
-# The same for a rank that SIGSTOP has suspended, followed by SIGCONT. The rank answers, also with its stack trace, and
+# Signal for a rank that SIGSTOP has suspended; SIGCONT follows. The rank writes its stack trace and its position, and
 # suspends itself again.
 ASK_STOPPED = signal.SIGRTMAX - 6
 POSITION = ".position"  # suffix of the file with a rank's position, beside its error record
@@ -63,7 +63,7 @@ class Position(msgspec.Struct, frozen=True):
         rank: number of the rank in its generation.
         layer: name of the module that the main thread executes; "" outside of modules.
         entered: number of collectives that the rank has entered, by group.
-        waits: operations in which the rank waits. The deadline may just have ended them.
+        waits: operations in which the rank waits, or whose wait has just ended at the deadline.
     """
 
     rank: int = 0
@@ -73,7 +73,7 @@ class Position(msgspec.Struct, frozen=True):
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Position | None:
-        """Read a position; return None if the text is none."""
+        """Read a position; return None if the text is not a position."""
         try:
             return msgspec.json.decode(text, type=cls)
         except msgspec.DecodeError:
@@ -103,7 +103,7 @@ def report_wait(error: BaseException | None = None) -> None:
     """Report that a wait of this rank has reached its deadline.
 
     Args:
-        error: the error that has ended the wait, if it was raised already.
+        error: the error that has ended the wait, if it is already raised.
     """
     for report in _reporters:
         report(error)

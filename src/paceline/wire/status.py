@@ -249,8 +249,8 @@ def ends_generation(error: BaseException) -> bool:
     """Return True if an error was caused only by the end of the generation.
 
     A rank may notice a lost peer before the end of the generation is announced. The function therefore waits briefly
-    for the announcement. After collectives were aborted on an accelerator, code may fail in any way on their undefined
-    results, so only a failure of the device itself has another cause.
+    for the announcement. After collectives were aborted on an accelerator, their undefined results may cause any
+    error, so only a failure of the device itself counts as another cause.
     """
     if isinstance(error, GenerationOver) or (_aborted and isinstance(error, Exception) and not device_fault(error)):
         return True

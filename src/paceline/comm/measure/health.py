@@ -1,8 +1,8 @@
 """Health check of the devices and links of a launch, in seconds.
 
-All devices multiply the same seeded matrices at the same time, so that a device cannot look slow because only it was
-measured beside other work. Then each device writes and reads patterns in its free memory, and neighbors exchange
-messages. `cluster/health.py` judges the readings.
+All devices multiply the same seeded matrices at the same time, so other work on a host does not affect only one
+device's measurement. Then each device writes and reads patterns in its free memory, and neighbors exchange messages.
+`cluster/health.py` judges the readings.
 """
 
 from __future__ import annotations
@@ -37,19 +37,19 @@ from paceline.device import device_module, has_bf16, is_accelerator, memory, syn
 from paceline.device import name as device_name
 from paceline.errors import ClusterError
 
-ATTEMPTS, _PAUSE_S = 3, 0.5  # checks until a slow device or link is reported, and the time between them
-# a product takes at least this time, so that its start does not count; limits of its rows
+ATTEMPTS, _PAUSE_S = 3, 0.5  # number of checks before a slow device or link is reported, and the time between them
+# minimum time of a product, so that its launch is negligible; minimum and maximum number of rows
 _PRODUCT_S, _SMALLEST, _LARGEST = 3e-4, 256, 16384
-_ROUNDS, _WARM_UP = 12, 4  # of products, which all devices begin together; the first rounds only warm the devices
+_ROUNDS, _WARM_UP = 12, 4  # rounds, which all devices begin together; the first rounds only warm the devices up
 _LOAD_S, _LOAD_OF_A_CORE_S = 1.0, 0.4
 _BLOCK = 1024  # rows of the random matrix that is repeated in a larger one
-_MEMORY_S = 0.25  # to write free memory once
+_MEMORY_S = 0.25  # maximum time for writing free memory once
 _CHUNK, _CHUNK_OF_A_CORE = 2**26, 2**24
 _MOST_OF_A_CORE = 2**28
-# bytes of messages; the next size only if a message is faster than this, and the last one only between accelerators
+# bytes of messages; the next size follows only if a message is faster than this, the last only between accelerators
 _SIZES, _NEXT_SIZE_S = (2**18, 2**22, 2**26), 0.002
 _MESSAGES, _PINGS = 5, 5
-_STRIDES = 3  # a rank exchanges messages with its next and second and third neighbor in a ring
+_STRIDES = 3  # a rank exchanges messages with its first, second and third neighbor in a ring
 _PATTERN_PERIOD = 251
 
 
@@ -64,8 +64,8 @@ def check_on_rank(attempts: int) -> HealthReport:
 def check(group: Group, attempts: int = ATTEMPTS) -> HealthReport:
     """Check the device of every rank, and the links between neighbors.
 
-    Every rank must call this function, and gets the same report. A slow device or link is reported only if it is slow
-    in each of several attempts.
+    Every rank must call this function, and every rank gets the same report. A slow device or link is reported only if
+    it is slow in each of several attempts.
     """
     started, findings = time.monotonic(), list[HealthFinding]()
     for attempt in range(attempts):
@@ -150,8 +150,8 @@ def _timed_products(group: Group, dtype: torch.dtype) -> tuple[int, float, str, 
 
     Returns:
         the number of rows, a low quantile of the times in seconds, a digest of the first result, the number of
-        results with other bits, and the driver's counters under load. The quantile is what the device reaches if
-        other work does not interrupt it, which on cores is the exception.
+        results with other bits, and the driver's counters under load. The quantile excludes interruptions by other
+        work, which are frequent on CPU cores.
     """
     device, n = group.device, _SMALLEST
     while n < _LARGEST and min(_times_s(device, *_matrices(n, dtype, device), count=3)) < _PRODUCT_S:
@@ -221,8 +221,8 @@ def _wrong(device: torch.device, dtype: torch.dtype) -> int:
 def _memory(device: torch.device, ranks_on_host: int, most: int | None = None) -> tuple[int, int]:
     """Write patterns to free memory, and count the words that differ.
 
-    A pattern and its complement are each written to all of this memory before they are read. At most half of the free
-    memory of an accelerator is written, and at most what it can write within a time limit.
+    A pattern and its complement are each written to all of this memory before they are read. On an accelerator, at most
+    half of the free memory is written. A time limit may end the writing earlier.
 
     Returns:
         the number of bytes that were written, and the number of words that differed.
@@ -242,7 +242,7 @@ def _memory(device: torch.device, ranks_on_host: int, most: int | None = None) -
         if flip:
             for part in held:
                 part.bitwise_not_()
-        for number, part in enumerate(held):  # only after all were written, so that no cache answers
+        for number, part in enumerate(held):  # only after all chunks were written, so that no cache answers
             torch.bitwise_xor(part, number ^ flip, out=read)
             wrong += (read != pattern).sum()
     return chunk * len(held), int(wrong.item())
@@ -308,11 +308,11 @@ def _phases(links: Sequence[tuple[int, int]]) -> list[list[tuple[int, int]]]:
 
 
 def _messages(group: Group, link: tuple[int, int], size: int) -> tuple[float, int] | None:
-    """Send messages over a link when the target asks for them.
+    """Send messages over a link at the request of the target.
 
     Returns:
-        bytes per second and the number of changed bytes, on the target. The rate is that of the fastest message,
-        because other work on the hosts only adds time.
+        on the target, the bytes per second and the number of changed bytes; None on the source. The rate is that of
+        the fastest message, because other work on the hosts only adds time.
     """
     source, target = link
     pattern = ((torch.arange(size, device=group.device) + source) % _PATTERN_PERIOD).to(torch.uint8)
@@ -331,7 +331,7 @@ def _messages(group: Group, link: tuple[int, int], size: int) -> tuple[float, in
     if group.rank == source:
         synchronize(group.device)
         return None
-    # the first message opens connections, and uses up what a shaped link has saved
+    # the first message opens connections, and uses up the burst that a shaped link allows
     return size / max(min(times_s[1:]), 1e-9), int((received != pattern).sum().item())
 
 

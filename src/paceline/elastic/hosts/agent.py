@@ -46,7 +46,7 @@ class Coordinator(Peer):
         told_at: time at which the succession arrived, by the monotonic clock.
         released: True if the run continues without this host.
         hands_over: True if host 0 has left the run, and another host coordinates from now on.
-        noticed: True if this host has received SIGTERM, so that it leaves the run.
+        noticed: True if this host has received SIGTERM and should leave the run.
         attempt: ranks on this host that may continue after the loss of host 0.
     """
 

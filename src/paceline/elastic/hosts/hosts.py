@@ -170,7 +170,8 @@ class Hosts:
         meeting: listener to which other hosts connect.
         engine: name of the launch engine that started the hosts.
         run: directory or URL of the run, as the other hosts know it; "" if they cannot continue the run.
-        notices: hosts that have received SIGTERM, each with the time of its arrival here, by the monotonic clock.
+        notices: hosts that have received SIGTERM, each with the time at which this host learned of it, by the monotonic
+            clock.
 
     Args:
         namespace: network namespace of `address` if this host is emulated, otherwise None.

@@ -98,7 +98,7 @@ class Measured(Struct, tag=True, frozen=True):
 class Ready(Struct, tag=True, frozen=True):
     """Answer to `Begin`, after the host has looked for the token.
 
-    `shares_folder` is true if the host sees the coordinator's folder.
+    `shares_folder` is true if the host sees the coordinator's folder of the run.
     """
 
     shares_folder: bool = False
@@ -357,8 +357,8 @@ class Elsewhere(Struct, tag=True, frozen=True):
 class Dismiss(Struct, tag=True, frozen=True):
     """Notice that the command has ended on host 0, with this exit code.
 
-    If `released` is true, the run continues without this host instead. The code is then 0 if the user has asked for
-    this, and 143 if the host has had a notice.
+    If `released` is true, the run continues without this host instead. The code is then 0 if the user has requested
+    this, and 143 if the host has received a notice.
     """
 
     code: int

@@ -214,7 +214,7 @@ def _served(place: HostPlace, key: RunKey) -> Hosts:
                 print(printable(f"paceline: the run {how} on {found.who}"), file=sys.stderr, flush=True)
             raise SystemExit(code)
         noticed = found.noticed
-        # SIGTERM during the meeting is told to the new coordinator
+        # the new coordinator learns of a SIGTERM that arrives during the meeting
         with ExitStack() as unless_met, StopSignals((signal.SIGTERM,)) as signals:
             unless_met.callback(found.close)
             found = met_again(place, key, found)
