@@ -1,4 +1,4 @@
-"""The runs of `faults.py`: how they are started, whose ranks are killed, and what they recorded."""
+"""Runs of `faults.py`: their start, the kills of their ranks, and their records."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def training(
     job: Mapping[str, Any] = JOB,
     settings: Mapping[str, str] = MappingProxyType({}),
 ) -> Iterator[tuple[subprocess.Popen[bytes], Path]]:
-    """`paceline train` of the job, and its run directory; ended with the context."""
+    """Run `paceline train` in a context; yield the process and the run directory."""
     (cluster := folder / "cluster.yaml").write_text(yaml.safe_dump(CLUSTER))
     command = command_of(folder, name, steps, plan, job)
     command += ["--cluster", str(cluster)] if transport == "hosts" else []
@@ -63,14 +63,14 @@ def training(
 
 
 def command_of(folder: Path, name: str, steps: int, plan: str, job: Mapping[str, Any] = JOB) -> list[str]:
-    """The command that trains the job for so many steps."""
+    """Return the command that trains the job for a number of steps."""
     file = folder / f"{name}.yaml"
     file.write_text(yaml.safe_dump({**job, "stop": {"steps": steps}}))
     return [str(BIN / "paceline"), "train", str(file), "--plan", plan, "--run", str(folder / name)]
 
 
 def kill(rank: int, run: Path, launcher: subprocess.Popen[bytes], number: int = signal.SIGKILL) -> float:
-    """SIGKILL, or another signal, for a rank; returns when."""
+    """Send SIGKILL or another signal to a rank, and return the time."""
     there = processes_of_ranks(launcher)
     if rank not in there:
         raise RuntimeError(f"{run}: rank {rank} has no process")
@@ -80,7 +80,7 @@ def kill(rank: int, run: Path, launcher: subprocess.Popen[bytes], number: int = 
 
 
 def processes_of_ranks(launcher: subprocess.Popen[bytes]) -> dict[int, int]:
-    """Process ids of the ranks that a command has started on this machine."""
+    """Return the process ids of the ranks that a command has started on this machine."""
     found = {}
     for process in psutil.Process(launcher.pid).children(recursive=True):
         with suppress(psutil.Error):
@@ -91,5 +91,5 @@ def processes_of_ranks(launcher: subprocess.Popen[bytes]) -> dict[int, int]:
 
 
 def losses(run: Path) -> dict[int, float]:
-    """Newest loss of every step."""
+    """Return the newest loss of every step."""
     return {line["step"]: line["loss"] for line in read(run / "steps" / "rank-0.jsonl")}

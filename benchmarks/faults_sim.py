@@ -1,6 +1,6 @@
-"""The kills of `faults.py` on runs with simulated accelerators: replicas that are whole, and replicas that are divided.
+"""Kills of `faults.py` in runs on simulated accelerators, with whole and with divided replicas.
 
-A random rank is killed (SIGKILL) at a random moment, again and again. Afterwards the same job is trained undisturbed.
+A random rank is killed (SIGKILL) repeatedly, at random moments. Then the same job is trained without kills.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ GPT_JOB = {
 
 @dataclass
 class Found:
-    """What came of the kills of one or several runs.
+    """Results of the kills in one or several runs.
 
     Attributes:
         steps_lost: steps that were taken twice, or are missing from the record.
@@ -66,7 +66,7 @@ class Found:
     net_pauses_s: list[float] = field(default_factory=list)
 
     def row(self, name: str) -> str:
-        """A line of the table whose head is `HEAD`."""
+        """Return a line of the table whose head is `HEAD`."""
         numbers = (self.kills, self.steps_lost, self.hangs, self.wrong, self.moved, self.memory_lost)
         widths = (5, 6, 7, 7, 7, 13)
         counts = "".join(f"{number:>{width}}" for number, width in zip(numbers, widths, strict=True))
@@ -77,7 +77,7 @@ class Found:
         return f"{name:28}{counts}{pauses[0]:>19}{pauses[1]:>20}"
 
     def figures(self) -> dict[str, float]:
-        """The figures by name."""
+        """Return the figures by name."""
         counts = ("kills", "steps_lost", "hangs", "wrong", "moved", "memory_lost")
         found: dict[str, float] = {f"sim_{name}": getattr(self, name) for name in counts}
         for name, times in (("sim_pause", self.pauses_s), ("sim_net_pause", self.net_pauses_s)):
@@ -87,7 +87,7 @@ class Found:
 
 
 def together(several: Iterable[Found]) -> Found:
-    """Sums, and the pauses of all."""
+    """Return the sums of the results, and all pauses."""
     whole = Found()
     for one in several:
         for name, value in vars(one).items():
@@ -96,7 +96,7 @@ def together(several: Iterable[Found]) -> Found:
 
 
 def measured_on_devices(folder: Path, kills: int, plans: Iterable[str]) -> tuple[list[str], dict[str, float]]:
-    """Kill ranks of runs of each plan.
+    """Kill ranks in runs of each plan.
 
     Args:
         kills: of all plans together.
@@ -116,7 +116,7 @@ def measured_on_devices(folder: Path, kills: int, plans: Iterable[str]) -> tuple
 
 
 def of_plan(folder: Path, plan: str, kills: int) -> Found:
-    """A run whose ranks are killed, and one without kills that takes as many steps."""
+    """Compare a run whose ranks are killed with an undisturbed run of the same number of steps."""
     folder.mkdir()
     (log := folder / "log").mkdir()
     found, dice, parsed = Found(), random.Random(f"{SEED} {plan}"), Plan.parse(plan)
@@ -156,7 +156,7 @@ def of_plan(folder: Path, plan: str, kills: int) -> Found:
 
 
 def ended(process: subprocess.Popen[bytes], found: Found) -> None:
-    """Ask a run to end; one that does not is a hang."""
+    """Ask a run to end; a run that does not end counts as a hang."""
     process.send_signal(signal.SIGINT)
     try:
         process.wait(HANG_S)
@@ -166,7 +166,7 @@ def ended(process: subprocess.Popen[bytes], found: Found) -> None:
 
 
 def held(log: Path, since: float, plan: Plan) -> bool:
-    """True if a process had its state on its device whenever it met others after a kill.
+    """Return True if a process had its state on its device at each meeting after a kill.
 
     The memory of a whole replica was allocated before the kill. A divided one is copied from there to the new engine.
     """
@@ -179,7 +179,7 @@ def held(log: Path, since: float, plan: Plan) -> bool:
 
 
 def note_pauses(found: Found, at: Iterable[tuple[float, float]], steps: list[float], log: Path) -> None:
-    """Take the pauses around kills from the times of steps, and of the creation of process groups."""
+    """Compute the pauses around kills from the times of steps and of the creation of process groups."""
     groups = [read(file) for file in log.iterdir()]
     between = list(itertools.pairwise(steps))
     typical_s = statistics.median(b - a for a, b in between)
@@ -192,10 +192,10 @@ def note_pauses(found: Found, at: Iterable[tuple[float, float]], steps: list[flo
 
 
 def creation_s(groups: Iterable[list[dict[str, Any]]], begin: float, end: float) -> float:
-    """Simulated time that the creation of process groups took between two steps, in the process with the most."""
+    """Return the longest simulated time of any process for creating process groups between two steps."""
     return max((sum(line["init_s"] for line in of if begin < line["time"] < end) for of in groups), default=0.0)
 
 
 def newest_step_at(run: Path) -> float:
-    """When the newest step was taken; 0 before the first."""
+    """Return the time of the newest step; 0 before the first step."""
     return float(max((line["time"] for line in read(run / "steps" / "rank-0.jsonl")[-1:]), default=0.0))

@@ -1,10 +1,11 @@
-"""Hung collectives: whether the error names the rank, the collective, the layer and the stack, and how soon.
+"""Errors about hung collectives: do they name the rank, collective, layer and stack, and how soon?
 
     python benchmarks/hangs.py [--json] [--cases 50] [--seed 0] [--only TEXT]
 
 Each case is a training in which one rank at one step, in one layer, sleeps, is stopped (SIGSTOP) or killed, leaves out
 a collective of the layer, or calls it with another shape. The transports are shm, tcp (two emulated hosts, as root),
-gloo, and the collectives of the simulated accelerator of `tests/simulated`. Recovery is off, as runs with it go on.
+gloo, and the collectives of the simulated accelerator of `tests/simulated`. Recovery is off, because runs
+would otherwise continue.
 
 Figures:
 - `cases`: how many were run.
@@ -72,7 +73,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Named:
-    """The error of a case; `late_s` is the time of the name after the fault and the deadline."""
+    """Error of a case; `late_s` is its time after the fault and the deadline, in seconds."""
 
     wrong: str
     late_s: float
@@ -144,7 +145,7 @@ def _events(run: Path) -> list[dict[str, Any]]:
 
 
 def _wrong(case: Case, error: dict[str, Any]) -> str:
-    """Say what the error has wrong; "" if nothing."""
+    """Return the mistakes in the error; "" if there are none."""
     fields, wrong = error["fields"], []
     calls = case.kind in CALLS + OTHERS
     codes = {"kill": ["launch.rank_killed"]}.get(case.kind, ["launch.rank_hung"] + ["launch.calls_differ"] * calls)
@@ -165,7 +166,7 @@ def _wrong(case: Case, error: dict[str, Any]) -> str:
 
 
 def layers(case: Case) -> set[str]:
-    """Return the names that are right: of the layer of the collective, or of the layer in which the rank hangs."""
+    """Return the correct names: of the collective's layer, or of the layer in which the rank hangs."""
     own = f"body.{case.layer}"
     if case.plan.startswith("fsdp"):  # gathers the next layer; a killed rank takes with it what its device has queued
         queued = range(case.layer + 1) if case.place == "sim" and case.kind == "kill" else ()

@@ -1,4 +1,4 @@
-"""The model of `hangs.py`: in one layer of it, one rank hangs, ends, or makes other calls than the others."""
+"""Model of `hangs.py`: in one of its layers, one rank hangs, ends, or makes different calls."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ WIDTH, LAYERS = 32, 4
 
 
 class Net(nn.Module):
-    """Some layers, one of which has a fault."""
+    """Model of several layers, one of which has a fault."""
 
     def __init__(self, kind: str, layer: int, rank: int, step: int, folder: str) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class Net(nn.Module):
 
 
 class Fault:
-    """What happens, in which step and on which rank."""
+    """Kind of fault, with its step and rank."""
 
     def __init__(self, kind: str, rank: int, step: int, folder: Path) -> None:
         self.kind, self.rank, self.step, self.folder = kind, rank, step, folder
@@ -53,7 +53,7 @@ class Fault:
 
     @property
     def is_due(self) -> bool:
-        """Whether it is this rank's turn, which is noted once."""
+        """True if the fault is due on this rank, which is recorded once."""
         begun = self.folder / "begun.json"
         if self.rank != RANK or self.passes != self.step or begun.exists():
             return False
@@ -61,7 +61,7 @@ class Fault:
         return True
 
     def happen(self) -> None:
-        """Hang or end, for the kinds that do so."""
+        """Hang or end, if the kind of fault does so."""
         if self.kind not in ("sleep", "stop", "kill") or not self.is_due:
             return
         if self.kind == "sleep":

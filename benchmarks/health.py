@@ -76,7 +76,7 @@ def main() -> None:
 
 
 def _checked(cases: list[Planted], ranks: int) -> list[Checked]:
-    """Make the checks in one launch, and show those that named something else than the fault."""
+    """Make the checks in one launch, and show the checks that did not name exactly the fault."""
     places = on_this_machine(ranks)
     done = run_on_ranks(checks, cases, places=places, deadline_s=120, start_deadline_s=LONGEST_S)[0]
     for case, check in zip(cases, done, strict=True):
@@ -97,7 +97,7 @@ def _count(figures: dict[str, float | None], fault: str, found: int, planted: in
 
 
 def _slow_link(slow: int) -> bool:
-    """Plant a slow link at a host, and return True if the check names this host alone."""
+    """Plant a slow link at a host, and return True if the check names only this host."""
     rates = tuple(SLOW_RATE if host == slow else RATE for host in range(HOSTS))
     checked = check_cluster(Cluster(emulate=Emulate(hosts=HOSTS, rate=rates)), HOSTS)
     named = [(f.code, {checked.host_numbers[rank] for rank in f.ranks}) for f in checked.report.findings]

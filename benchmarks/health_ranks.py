@@ -1,4 +1,4 @@
-"""What ranks of `health.py` do: check themselves again and again, each time with another planted fault."""
+"""Ranks of `health.py`, which check themselves repeatedly, each time with another planted fault."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def _throttled(product: Product) -> Product:
 
 
 def _wrong(product: Product, random: Random) -> Product:
-    """Flip the lowest bit of one number in every 20th product or so, as a marginal multiplier would."""
+    """Flip the lowest bit of one number in about every 20th product, as a faulty multiplier would."""
 
     def mm(*args: Any, **keywords: Any) -> Tensor:
         result = product(*args, **keywords)

@@ -1,4 +1,4 @@
-"""Judgement of readings. Wrong here: a healthy device that is left out, or a faulty one that trains."""
+"""Judgement of readings. A mistake here leaves out a healthy device, or trains on a faulty one."""
 
 from __future__ import annotations
 

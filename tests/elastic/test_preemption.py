@@ -19,7 +19,7 @@ AWS, GCP = "/latest/meta-data/spot/instance-action", "/computeMetadata/v1/instan
 
 
 class Metadata(BaseHTTPRequestHandler):
-    """The metadata of a host of either cloud, which answers only with the right headers."""
+    """Metadata server of either cloud, which answers only requests with the right headers."""
 
     noticed = False
 
@@ -47,7 +47,7 @@ class Metadata(BaseHTTPRequestHandler):
 
 @contextmanager
 def metadata() -> Iterator[tuple[type[Metadata], dict[str, str]]]:
-    """A server of metadata, and the variables that name it."""
+    """Start a metadata server; yield its handler and the variables that name the server."""
     handler = type("Handler", (Metadata,), {})
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         thread = threading.Thread(target=server.serve_forever)

@@ -1,4 +1,4 @@
-"""The plan that is proposed after a shortage of memory is near, legal, and fits as far as predictions are right."""
+"""The plan that is proposed after memory ran out is near, legal, and fits by prediction."""
 
 from __future__ import annotations
 

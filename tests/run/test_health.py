@@ -1,4 +1,4 @@
-"""Hosts that are checked before a run. Wrong here: training on a host that is known to be faulty."""
+"""Hosts that are checked before a run. A mistake here trains on a host that is known to be faulty."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An error for lack of memory is told apart from others, and says whether another attempt may succeed."""
+"""An error for lack of memory is distinguished from others, and records whether another attempt may succeed."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_another_error_passes_unchanged() -> None:
 
 
 def failure_of(cause: Callable[[], object], device: torch.device = CPU) -> LaunchError:
-    """What the launcher makes of a rank that ran out of memory."""
+    """Return the launcher's error for a rank that ran out of memory."""
     with pytest.raises(PlanError) as raised, shortage_explained(device, lambda: None):
         cause()
     status = RankStatus(0, pid=100, attempt=0, phase="compute", step=7, changed_ns=0)

@@ -37,11 +37,11 @@ def record(group: str, number: int, name: str, tensors: Sequence[Tensor], operat
 
 
 def dump(collectives: bool = True, stacks: bool = True, active: bool = False) -> bytes:
-    """As torch's `_dump_nccl_trace`."""
+    """Dump the records in the form of torch's `_dump_nccl_trace`."""
     entries = [one | {"state": "completed" if operation.finished else "scheduled"} for one, operation in _entries]
     return pickle.dumps({"entries": entries})
 
 
 def register() -> None:
-    """Offer the recorder where torch offers that of other devices; a second call does nothing."""
+    """Register the recorder beside torch's recorders of other devices; a second call does nothing."""
     c10d._dump_fr_trace = dump  # type: ignore[attr-defined]  # noqa: SLF001 - torch has no other place

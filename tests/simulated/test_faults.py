@@ -1,4 +1,4 @@
-"""Faults of devices and of peers: what a rank sees of them, and what an abort frees, keeps and leaves."""
+"""Faults of devices and peers: their errors on a rank, and the effects of an abort."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def test_what_another_stream_still_writes_after_an_abort_never_reaches_memory_th
 
 
 def values_after_an_abort() -> list[float]:
-    """Tensors in the memory of those that aborted collectives were to write to."""
+    """Return tensors in the memory to which aborted collectives would have written."""
     rank = dist.get_rank()
     device = torch.device(DEVICE, rank)
     on_cpu = dist.new_group(backend="gloo")
@@ -211,7 +211,7 @@ def test_a_hung_kernel_holds_its_stream_for_good_and_the_process_can_still_end(s
 
 
 def is_held() -> tuple[bool, bool]:
-    """Is a wait for the device still on after an abort, and did a collective with the other rank come to its end?"""
+    """Return whether a wait for the device lasts after an abort, and whether the wait ended without an abort."""
     device = torch.device(DEVICE, dist.get_rank())
     on_cpu = dist.new_group(backend="gloo")
     tensor = torch.ones(4, device=device)
@@ -276,7 +276,7 @@ def test_a_device_computes_a_bit_wrong_now_and_then(simulated: Simulated) -> Non
 
 
 def wrong_elements() -> list[int]:
-    """Elements of products of matrices that are not those of the CPU."""
+    """Count elements of matrix products that differ from those of the CPU."""
     host = torch.arange(16.0).view(4, 4)
     tensor = host.to(DEVICE)
     products: list[Tensor] = [tensor @ tensor for _ in range(7)]

@@ -1,4 +1,4 @@
-"""A run that runs out of memory tells which part takes it, and names a plan that then trains in the same memory."""
+"""A run that runs out of memory shows the memory by part, and proposes a plan that trains in it."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ if __name__ == "__main__":
 
 
 class Trainer:
-    """Trains `JOB` on simulated devices with little memory."""
+    """Trainer of `JOB` on simulated devices with little memory."""
 
     def __init__(self, simulated: Simulated, folder: Path) -> None:
         self.folder = folder

@@ -1,4 +1,4 @@
-"""Ranks on accelerators are killed, or lose their device, while a run trains: the other ranks go on."""
+"""Ranks on accelerators are killed, or lose their device, during a run: the other ranks continue."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ STEPS = 100
 
 @pytest.fixture(scope="module")
 def job(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """100 steps, 6 in an epoch, with an evaluation after each epoch."""
+    """Return a job of 100 steps, 6 in an epoch, with an evaluation after each epoch."""
     return write_job(
         tmp_path_factory.mktemp("job") / "job.yaml",
         model={"factory": f"{WHAT}:net", "args": {"width": 16}},
@@ -44,13 +44,13 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def undisturbed(job: Path) -> dict[int, float]:
-    """The losses of the job when nothing happens."""
+    """Return the losses of the undisturbed job."""
     return losses_of(job)
 
 
 @pytest.fixture
 def devices(simulated: Simulated, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Give every process from now on simulated devices."""
+    """Give simulated devices to every process that starts from now on."""
 
     def give(**settings: object) -> None:
         for name, value in simulated.environment(devices=8, **settings).items():  # type: ignore[arg-type]

@@ -26,7 +26,7 @@ def loss(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def losses_under(plan: str) -> list[float]:
-    """Losses of some steps in float64; each depends on the gradients of all steps before."""
+    """Return losses of some steps in float64; each depends on the gradients of all earlier steps."""
     torch.manual_seed(0)
     model = GPT(vocab=VOCAB, context=TOKENS, layers=2, hidden=16, heads=4).double()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
@@ -39,7 +39,7 @@ def losses_under(plan: str) -> list[float]:
 
 
 def compiled_and_not(plan: str) -> tuple[list[float], list[float], dict[str, int], int]:
-    """Losses without and with the compiler, its graph breaks by reason, and the number of its graphs."""
+    """Return losses without and with the compiler, graph breaks by reason, and the number of graphs."""
     from torch._dynamo.utils import counters  # heavy
 
     expected = losses_under(plan)

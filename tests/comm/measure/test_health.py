@@ -1,4 +1,4 @@
-"""The health check on ranks. Wrong here: a fault that it does not name, or a healthy device that it names."""
+"""The health check on ranks. A mistake here misses a fault, or reports a healthy device."""
 
 from __future__ import annotations
 

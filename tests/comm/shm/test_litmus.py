@@ -1,8 +1,8 @@
-"""The fence of shared memory forbids what a waiting rank must never see, natively and as code for arm64.
+"""The fence of shared memory forbids results that a waiting rank must not see, natively and as arm64 code.
 
 QEMU translates code for arm64 to this machine's processor, whose memory order is stronger than that of arm64. A count
-of zero under QEMU therefore shows only that the program runs. That the fence orders memory on arm64 is read from its
-instructions.
+of zero under QEMU therefore shows only that the program runs. The order of memory on arm64 is
+verified in the instructions of the fence.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def build(compiler: str, folder: Path) -> Path:
 
 
 def seen(command: list[str | Path], pattern: str, rounds: int) -> int:
-    """How often the fenced program saw what it forbids."""
+    """Return how often the fenced program saw a forbidden result."""
     run = subprocess.run(
         [*command, pattern, "fenced", str(rounds)], capture_output=True, text=True, check=True, timeout=100
     )
@@ -66,7 +66,7 @@ def test_the_litmus_test_calls_that_function_and_no_barrier_of_its_own(tmp_path:
 
 
 def instructions(file: Path, function: str) -> list[str]:
-    """The instructions of a function, as the disassembler writes them."""
+    """Return the instructions of a function, as disassembled."""
     listing = subprocess.run(
         ["aarch64-linux-gnu-objdump", "--disassemble=" + function, "--no-show-raw-insn", file],
         capture_output=True,

@@ -1,4 +1,4 @@
-"""A host that receives SIGTERM leaves a run after a step; the others go on, and take the host in again."""
+"""A host that receives SIGTERM leaves a run after a step; the others continue, and admit the host again."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SLOWLY: dict[str, Any] = {"sleep_s": 0.1, "from_step": 5}
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
-    """The losses when nothing happens."""
+    """Return the losses of an undisturbed run."""
     return losses_of(slow_job(tmp_path_factory.mktemp("undisturbed"), sleep_s=0))
 
 

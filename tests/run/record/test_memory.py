@@ -1,4 +1,4 @@
-"""The table of predicted and measured memory shows what is known, of the rank that needs the most."""
+"""The table of predicted and measured memory shows the known parts of the rank that needs the most."""
 
 from __future__ import annotations
 
