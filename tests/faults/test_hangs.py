@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from commands import ended_well, events, losses, training, wait_for_events, write_job
+from commands import ended_well, events, losses, training, write_job
 from hangs import PLANTED, Case, played
 
 CASES = [
@@ -45,7 +45,6 @@ def test_a_rank_that_hangs_within_a_divided_replica_is_replaced(tmp_path: Path) 
         stop={"steps": 20},
     )
     with training(job, tmp_path, "tp=2") as (process, run):
-        wait_for_events(run, "lost", 1, process)
         ended_well(process)
     assert [(event["rank"], event["code"]) for event in events(run, "lost")] == [(1, "launch.rank_hung")]
     assert sorted(losses(run)) == list(range(1, 21))
