@@ -150,7 +150,7 @@ def test_a_rank_whose_device_fails_or_hangs_is_replaced(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fault", ["failure:1:400", "memory:1:400"])
+@pytest.mark.parametrize("fault", ["failure:1:400", "memory:1:400", "lost:1:1"])
 def test_an_error_that_the_users_code_may_have_caused_ends_the_run(
     fault: str, job: Path, devices: Callable[..., None], tmp_path: Path
 ) -> None:

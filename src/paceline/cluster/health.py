@@ -249,9 +249,11 @@ def _counted(devices: Sequence[DeviceReading]) -> Iterator[HealthFinding]:
             text = f"{device.place} lowers its clock: {', '.join(text for _, text in reasons)}"
             yield HealthFinding("device.throttled", level, rank, text, _COOL)
         if seen.ecc_uncorrected or seen.rows_pending:
-            errors = count(seen.ecc_uncorrected or 0, "uncorrected memory error")
+            counted, errors = seen.ecc_uncorrected or 0, "has memory rows to replace at the next reset"
+            if counted:
+                errors = f"counts {count(counted, 'uncorrected memory error')}"
             advice = "End all processes on the device, and reset it (nvidia-smi --gpu-reset) or restart its host."
-            yield HealthFinding("device.ecc", "problem", rank, f"{device.place} counts {errors}", advice)
+            yield HealthFinding("device.ecc", "problem", rank, f"{device.place} {errors}", advice)
         if seen.rows_failed:
             text = f"{device.place} could not replace a faulty memory row"
             yield HealthFinding("device.rows_failed", "problem", rank, text, _REPLACE)
@@ -306,9 +308,7 @@ def _slow_links(
                 if kind
                 else "Check the rate and the errors of its network interface (ethtool, ibstat), or leave the host out."
             )
-            yield HealthFinding(
-                "link.slow", "problem", ranks, text if kind else text.replace("carry", "carries"), advice
-            )
+            yield HealthFinding("link.slow", "problem", ranks, text, advice)
 
 
 def _grouped(devices: Iterable[DeviceReading], attribute: str) -> list[list[DeviceReading]]:

@@ -215,9 +215,13 @@ class Ranks:
         return self.lost_its_device(number) or (rank.code < 0 and not rank.record.exists())
 
     def lost_its_device(self, number: int) -> bool:
-        """Return True if the hardware of the rank's accelerator has failed."""
+        """Return True if the hardware of the rank's accelerator has failed.
+
+        If the first process of a rank fails before its first step, the cause may be a setting, so the run ends.
+        """
         record = ErrorRecord.read(self[number].record)
-        return record is not None and bool(record.device)
+        has_trained = self._starts[number] > 0 or self.board.read()[number].step > 0
+        return has_trained and record is not None and bool(record.device)
 
     def on_host(self, host: int) -> set[int]:
         """Return the numbers of the ranks on a host."""
