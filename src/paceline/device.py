@@ -22,6 +22,7 @@ from paceline.errors import ClusterError
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
+    from torch.distributed import ProcessGroup
 
 
 CPU = "cpu"
@@ -151,6 +152,41 @@ def default_backend(device: torch.device) -> str:
             cpu=CPU,
         )
     return backend
+
+
+def survive_lost_peers() -> None:
+    """Keep this process when a rank is lost.
+
+    Call this function before a process group is created. By default, torch ends the whole process. The supervisor enforces the deadline instead.
+    """
+    os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
+
+
+@contextmanager
+def aborted_together(group: ProcessGroup) -> Iterator[None]:
+    """Return a context in which a collective library aborts several groups in one call.
+
+    In NCCL, separate calls may wait for each other (pytorch#119797). Other libraries need no such context.
+    """
+    import torch
+    from torch.distributed import distributed_c10d
+
+    backend = None
+    if distributed_c10d.is_nccl_available():
+        with suppress(RuntimeError):
+            backend = group._get_backend(torch.device(GPU))
+    if backend is None or not isinstance(backend, distributed_c10d.ProcessGroupNCCL):
+        yield
+        return
+    backend._group_start()
+    try:
+        yield
+    finally:
+        backend._group_end()
+
+
+# functions of torch that dump the flight recorders of its collective libraries
+FLIGHT_RECORDERS = ("_dump_nccl_trace", "_dump_xccl_trace", "_dump_fr_trace")
 
 
 def synchronize(device: torch.device) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import time
 import traceback
+import weakref
 from collections import deque
 from collections.abc import Sequence
 from typing import Any
@@ -15,7 +16,8 @@ from torch import Tensor
 from simulated.lane import Operation
 
 _NAMES = {"float32": "Float", "float64": "Double", "bfloat16": "BFloat16", "int64": "Long", "uint8": "Byte"}
-_entries: deque[tuple[dict[str, Any], Operation]] = deque(maxlen=2000)
+# not the operations themselves, which keep the memory of their group
+_entries: deque[tuple[dict[str, Any], weakref.ref[Operation]]] = deque(maxlen=2000)
 
 
 def record(group: str, number: int, name: str, tensors: Sequence[Tensor], operation: Operation, *, p2p: bool) -> None:
@@ -33,12 +35,13 @@ def record(group: str, number: int, name: str, tensors: Sequence[Tensor], operat
         "retired": False,
         "frames": [{"name": frame.name, "filename": frame.filename, "line": frame.lineno} for frame in stack],
     }
-    _entries.append((entry, operation))
+    _entries.append((entry, weakref.ref(operation)))
 
 
 def dump(collectives: bool = True, stacks: bool = True, active: bool = False) -> bytes:
     """Dump the records in the form of torch's `_dump_nccl_trace`."""
-    entries = [one | {"state": "completed" if operation.finished else "scheduled"} for one, operation in _entries]
+    kept = [(one, operation()) for one, operation in _entries]
+    entries = [one | {"state": "completed" if op is None or op.finished else "scheduled"} for one, op in kept]
     return pickle.dumps({"entries": entries})
 
 

@@ -9,22 +9,19 @@ device therefore calls `wire/status.py:refuse_aborted` before it uses the result
 
 from __future__ import annotations
 
-import os
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 
 import torch
 from torch.distributed import ProcessGroup, distributed_c10d
 
-from paceline.device import event, synchronize
+from paceline.device import aborted_together, event, survive_lost_peers, synchronize
 from paceline.errors import device_fault
 from paceline.wire.status import generation_is_over, note_abort, was_aborted
 
 _LOOK_S = 0.01
 _TRIES = 100  # maximum number of waits; a device may report errors of aborted collectives, one at each wait
-# Without this setting, torch ends the whole process when a peer is lost. The supervisor enforces the deadline instead.
-_NCCL_SETTING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 
 
 class Interruption:
@@ -37,7 +34,7 @@ class Interruption:
     """
 
     def __init__(self, device: torch.device) -> None:
-        os.environ.setdefault(_NCCL_SETTING, "0")
+        survive_lost_peers()
         self.device = device
         self.gradients_arrived: Callable[[], bool] = lambda: False
         self.had_gradients = False
@@ -114,28 +111,8 @@ class Interruption:
             groups.sort(key=lambda group: (group is not world.default_pg, world.pg_names[group]))
             if not groups:
                 return
-            with _together(groups[0]):
+            with aborted_together(groups[0]):
                 for group in groups:
                     self._aborted.add(group)
                     with suppress(RuntimeError):  # gloo cannot abort, but detects lost peers itself
                         group.abort()
-
-
-@contextmanager
-def _together(group: ProcessGroup) -> Iterator[None]:
-    """Return a context in which NCCL aborts several communicators in one call.
-
-    Separate calls may wait for each other (pytorch#119797). Other libraries need no such context.
-    """
-    backend = None
-    if distributed_c10d.is_nccl_available():
-        with suppress(RuntimeError):
-            backend = group._get_backend(torch.device("cuda"))
-    if backend is None or not isinstance(backend, distributed_c10d.ProcessGroupNCCL):
-        yield
-        return
-    backend._group_start()
-    try:
-        yield
-    finally:
-        backend._group_end()

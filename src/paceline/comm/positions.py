@@ -25,10 +25,10 @@ from torch._C import _distributed_c10d as c10d
 
 from paceline.comm.operation import Description, last_failure
 from paceline.comm.process_group import DrivenProcessGroup
+from paceline.device import FLIGHT_RECORDERS
 from paceline.wire.position import Position, Wait, read_positions_with
 
 _FAILED_S = 5.0  # for this time, a failed operation counts as the operation in which the rank waits
-_RECORDERS = ("_dump_nccl_trace", "_dump_xccl_trace", "_dump_fr_trace")  # torch's flight recorders, by backend
 _DTYPES = {
     "Float": "float32",
     "Double": "float64",
@@ -167,7 +167,7 @@ def _recorded(*, stacks: bool) -> list[dict[str, Any]]:
     if hides_compiler:
         vars(torch)["_inductor"] = None
     try:
-        dumps = [dump(True, stacks, False) for name in _RECORDERS if (dump := getattr(c10d, name, None))]
+        dumps = [dump(True, stacks, False) for name in FLIGHT_RECORDERS if (dump := getattr(c10d, name, None))]
     finally:
         if hides_compiler:
             vars(torch).pop("_inductor", None)

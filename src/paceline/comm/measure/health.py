@@ -33,7 +33,7 @@ from paceline.cluster.named import known
 from paceline.comm.backend import joined
 from paceline.comm.checks import greatest, processor
 from paceline.comm.group import Group
-from paceline.device import device_module, has_bf16, is_accelerator, memory, synchronize
+from paceline.device import built_for, device_module, has_bf16, is_accelerator, memory, synchronize
 from paceline.device import name as device_name
 from paceline.errors import ClusterError
 
@@ -105,7 +105,7 @@ def _device(group: Group) -> DeviceReading:
     if is_accelerator(device):
         place, name = str(device), device_name(device)
         ask = getattr(device_module(device), "get_device_properties", lambda _: None)
-        kind = [name, torch.version.cuda or torch.version.hip, getattr(ask(device), "multi_processor_count", None)]
+        kind = [name, built_for(), getattr(ask(device), "multi_processor_count", None)]
     else:
         place, details = f"cpu:{number}", processor()
         name = next((line.partition(": ")[2] for line in details.split("; ") if "model name" in line), "CPU")
