@@ -157,7 +157,8 @@ def default_backend(device: torch.device) -> str:
 def survive_lost_peers() -> None:
     """Keep this process when a rank is lost.
 
-    Call this function before a process group is created. By default, torch ends the whole process. The supervisor enforces the deadline instead.
+    Call this function before a process group is created. By default, torch ends the whole process. The supervisor
+    enforces the deadline instead.
     """
     os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
 
