@@ -21,6 +21,7 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -469,6 +470,15 @@ def inner_group(options: Any) -> Any:
         ValueError: the environment names another one.
     """
     kind = os.environ.get(INNER) or "shm"
+    # a name of its own: what ranks wait for is a collective of the device's group, and none of this group
+    options = SimpleNamespace(
+        store=options.store,
+        group_rank=options.group_rank,
+        group_size=options.group_size,
+        timeout=options.timeout,
+        group_id=f"inner {options.group_id}",
+        global_ranks_in_group=options.global_ranks_in_group,
+    )
     if kind == "shm":
         from paceline.comm import shm
 

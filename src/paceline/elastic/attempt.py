@@ -26,6 +26,9 @@ from paceline.elastic.watchdog import LOOK_S, Watchdog
 from paceline.errors import LaunchError
 from paceline.wire.status import RankStatus
 
+# errors of waits for other ranks
+_WAITS = ("ranks.deadline", "ranks.operation_failed", "ranks.interrupted")
+
 
 @dataclass(frozen=True)
 class Launched:
@@ -151,7 +154,8 @@ class Attempt:
         ranks, before = self.ranks, self.ranks.ends()
         members = set(self.losses.counted)  # all other ranks were lost earlier
         stall = None
-        if not any(end.record for end in before if end.status.rank in members and end.primary):
+        records = [end.record for end in before if end.status.rank in members and end.record]
+        if all(record.secondary and (not record.explained or record.code in _WAITS) for record in records):
             stall = ranks.stall(self.losses.counted)
             late = before[stall.rank] if stall else None
             # a rank that was ended by a signal did not hang; different calls have an error of their own

@@ -316,7 +316,10 @@ class Ranks:
         for number, file in files.items():
             if self[number].code is None and not self[number].record.exists():
                 file.unlink(missing_ok=True)  # a later request needs a new answer
-        return stall_of({n: position for n, position in positions.items() if position}, board, members)
+        stall = stall_of({n: position for n, position in positions.items() if position}, board, members)
+        if stall is not None and stall.rank not in positions and isinstance(self[stall.rank], RemoteRank):
+            return None  # the rank may be behind a cut link, so its position is unknown
+        return stall
 
     def overdue(self, members: Collection[int]) -> bool:
         """Return True if a running member reports a wait of `deadline_s`.
