@@ -26,8 +26,15 @@ from paceline.elastic.watchdog import LOOK_S, Watchdog
 from paceline.errors import LaunchError
 from paceline.wire.status import RankStatus
 
-# errors of waits for other ranks
-_WAITS = ("ranks.deadline", "ranks.operation_failed", "ranks.interrupted")
+# errors of collectives, whose cause may be another rank
+_IN_COLLECTIVES = (
+    "ranks.deadline",
+    "ranks.operation_failed",
+    "ranks.interrupted",
+    "ranks.calls_differ",
+    "ranks.message_size",
+    "ranks.all_to_all_sizes",
+)
 
 
 @dataclass(frozen=True)
@@ -155,7 +162,7 @@ class Attempt:
         members = set(self.losses.counted)  # all other ranks were lost earlier
         stall = None
         records = [end.record for end in before if end.status.rank in members and end.record]
-        if all(record.secondary and (not record.explained or record.code in _WAITS) for record in records):
+        if all(record.secondary and (not record.explained or record.code in _IN_COLLECTIVES) for record in records):
             stall = ranks.stall(self.losses.counted)
             late = before[stall.rank] if stall else None
             # a rank that was ended by a signal did not hang; different calls have an error of their own

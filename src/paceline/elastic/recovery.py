@@ -36,6 +36,7 @@ from paceline.wire.status import Generation, RankStatus
 LOSSES = "PACELINE_LOSSES_PER_HOUR"  # number of losses per hour after which a rank is left out
 _NAME, _LIMIT = "scale-", 65536  # prefix of the names of request files, and largest size of a request in bytes
 _LOOK_S = 0.1
+_ENDED_WITHIN_S = 1.0  # longest wait for ranks that were killed because they leave
 
 
 class Losses:
@@ -474,6 +475,7 @@ class Recovery(Losses):
         self._handled.update(left)
         for rank in left:
             self.ranks[rank].kill()
+        self.ranks.wait_for_ends(left, _ENDED_WITHIN_S)  # a request to start them again may follow at once
         if self._leaving_host and (remote := self.ranks.remote):
             remote.release(self._leaving_host)
             if remote.hosts.returns is not None:
