@@ -39,7 +39,10 @@ Every process that takes the rank's place has them as well; with `kind:rank:numb
 TIMES_OUT = "PACELINE_SIMULATED_TIMES_OUT"
 """`rank:number`: that rank does not come to its collective or message of this number, in the first attempt."""
 LINK = "PACELINE_SIMULATED_LINK"
-"""`factor:milliseconds`: collectives take so many times as long, and at least so long; `…:rank`: only that rank's."""
+"""`factor:milliseconds`: each collective takes `factor` times as long, and at least this time.
+
+`factor:milliseconds:rank` slows only the collectives of this rank.
+"""
 INIT_MS = "PACELINE_SIMULATED_INIT_MS"
 """Milliseconds that the creation of each process group takes, as that of communicators does."""
 LOG = "PACELINE_SIMULATED_LOG"

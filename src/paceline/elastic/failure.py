@@ -320,7 +320,7 @@ def lost_device(end: RankEnd) -> str:
     """Describe a rank whose accelerator has failed."""
     assert end.record is not None
     what = "lost its device" if end.record.device == "lost" else "found an uncorrectable error of its device"
-    return f"{_who(end)} {what} in {_where(end.status)}: {end.record.message.splitlines()[0]}"
+    return f"{_who(end)} {what} in {_where(end.status)}: {end.record.message.splitlines()[0].rstrip('.')}"
 
 
 def _killed(end: RankEnd, *, serves: bool = False) -> str:

@@ -24,6 +24,7 @@ from paceline.planning.model.recorder import has_max_norm
 from paceline.planning.plan import Plan
 from paceline.run.build import begin_engine, build_engine, built, seed_all
 from paceline.split.whole_updates import takes_steps_together
+from paceline.state.manifest import plain
 from paceline.state.rank_state import RankState
 from paceline.sync.local import LocalRule
 from paceline.sync.rule import broadcast_tensors
@@ -241,7 +242,10 @@ def hand_over(engine: RankEngine, group: Group, source: int, behind: Collection[
 
     The receivers then seed their own random numbers.
     """
-    state = RankState.of(engine) if group.rank == source else None
+    state = None
+    if group.rank == source:
+        state = RankState.of(engine)
+        state.values = plain(state.values, "values")  # its error names a value that cannot be sent
     header = group.gather_json(None if state is None else state.header)[source]
     if state is None:
         state = RankState.empty(header)
@@ -262,7 +266,7 @@ _NONE = -2  # stands for no step: `_NONE + 1` is not a step number either
 class StepUndo:
     """Copy of the state that forward passes change, taken before each step.
 
-    The state consists of buffers, CPU random states, and untrained parameters that a step writes, such as those of a
+    The state consists of buffers, random states, and untrained parameters that a step writes, such as those of a
     momentum encoder. The first step shows which parameters are written; later steps copy these as well.
 
     Attributes:

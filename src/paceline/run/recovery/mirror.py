@@ -7,7 +7,7 @@ import resource
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing, suppress
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -120,8 +120,8 @@ class Mirror(KeptPart):
         headers = {header["rank"]: header for told in group.gather_json([c.header for c in given]) for header in told}
         own = Copy.to_receive(headers[me], None) if me in headers else self._copy(me, moment)
         receive = [(start.holders[me], own.memory)] if me in headers else []
-        with closing(group.for_host_memory()) as of_hosts:
-            of_hosts.exchange([(copy.rank, copy.memory) for copy in given], receive)
+        self._group = group.for_host_memory()
+        self._group.exchange([(copy.rank, copy.memory) for copy in given], receive)
         own.state.restore(engine)
         self._own, self._held = [own], [copy for copy in self._held if copy.moment == moment]
         self._reached = -1
@@ -129,7 +129,8 @@ class Mirror(KeptPart):
     def begin(self, engine: RankEngine, group: Group, tell: Tell) -> None:
         """Begin a generation; all ranks of the group call this."""
         self._coming = self._unsent = None
-        self._engine, self._group, self._tell = engine, group.for_host_memory(), tell
+        self._engine, self._tell = engine, tell
+        self._group = self._group or group.for_host_memory()  # `restore` may have created it
         self._next, self._newest, self._cost_s, self._ended = 0, -1, math.inf, 0.0
         self._off = False
         self._to, self._from = partners(group.rank, group.hosts, group.size)
