@@ -9,6 +9,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -67,8 +68,9 @@ def loses_a_peer(folder: str, blocked: str) -> None:
 
     def watch() -> None:
         end = select.poll()
-        end.register(os.pidfd_open(pids[2]), select.POLLIN)
-        end.poll(20_000)
+        with suppress(ProcessLookupError):  # it has ended and was reaped
+            end.register(os.pidfd_open(pids[2]), select.POLLIN)
+            end.poll(20_000)
         blocks.wait(20)
         found["hung"] = not ended.wait(0.5)
         abort()
