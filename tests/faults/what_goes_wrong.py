@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -75,6 +76,21 @@ class Steep(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.layer(x) * 64.0
         return y
+
+
+class KilledInStep(torch.optim.SGD):
+    """Rank 0 is killed in step `at`, whose gradients all ranks have; `again` is a file that it makes before."""
+
+    def __init__(self, parameters: Any, lr: float, at: int, again: str) -> None:
+        super().__init__(parameters, lr)
+        self.at, self.again, self.steps = at, Path(again), 0
+
+    def step(self, closure: Any = None) -> Any:
+        self.steps += 1
+        if RANK == 0 and self.steps == self.at and not self.again.exists():
+            self.again.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().step(closure)
 
 
 class RaisesOnRankOne(nn.Module):

@@ -10,6 +10,7 @@ import pytest
 import paceline
 from commands import in_a_process
 from paceline.cluster.health import HealthFinding, HealthReport
+from paceline.elastic.ssh import read_hosts
 from paceline.errors import ClusterError
 from paceline.run.health import CheckedCluster, chosen_hosts
 from small_jobs import small_job
@@ -19,15 +20,16 @@ FINDING = HealthFinding("device.slow", "problem", (1,), "host-0 cpu:1 is slow", 
 
 @pytest.mark.parametrize(
     ("bad", "spares", "left"),
-    [(set(), 1, ["a", "b"]), ({1}, 1, ["a", "c"]), ({0}, 2, ["b"]), ({0, 2}, 2, ["b"])],
+    [(set(), 1, ["a b", "c"]), ({1}, 1, ["a c", ""]), ({0}, 2, ["b", "c"]), ({0, 2}, 2, ["b", ""])],
 )
 def test_unhealthy_hosts_are_left_out_first(bad: set[int], spares: int, left: list[str]) -> None:
-    assert chosen_hosts(["a", "b", "c"], bad, spares) == left
+    chosen = chosen_hosts(read_hosts("a,b,c"), bad, spares)
+    assert [" ".join(map(str, hosts)) for hosts in chosen] == left
 
 
 def test_more_unhealthy_hosts_than_spares_are_refused() -> None:
     with pytest.raises(ClusterError) as refused:
-        chosen_hosts(["a", "b", "c"], {0, 1}, 1)
+        chosen_hosts(read_hosts("a,b,c"), {0, 1}, 1)
     assert refused.value.code == "health.too_few_spares"
     assert refused.value.fields["names"] == ["a", "b"]
 

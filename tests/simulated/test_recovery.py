@@ -93,6 +93,25 @@ def test_a_killed_rank_costs_no_step_and_survivors_keep_their_process(
     assert not events(run, "resume"), "nothing was read from the disk"
 
 
+def test_the_record_has_steps_of_a_killed_rank_whose_times_it_did_not_know_yet(
+    devices: Callable[..., None], tmp_path: Path
+) -> None:
+    devices()
+    optimizer = {"name": f"{WHAT}:KilledInStep", "lr": 0.1, "args": {"at": 9, "again": str(tmp_path / "again")}}
+    job = write_job(
+        tmp_path / "job.yaml",
+        model=f"{WHAT}:net",
+        data=points(sleep_s=0.003),
+        optimizer=optimizer,
+        stop={"steps": 40},
+        deadline_s=10,
+    )
+    with training(job, tmp_path, "dp=2") as (process, run):
+        ended_well(process)
+    assert [event["rank"] for event in events(run, "lost")] == [0]
+    assert sorted(losses(run)) == list(range(1, 41))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("plan", ["fsdp=2", "pp=2 microbatches=2"])
 def test_a_rank_of_the_only_replica_comes_back_from_copies_in_the_hosts_memory(

@@ -22,6 +22,7 @@ from paceline.text import closest, nearest
 
 if TYPE_CHECKING:
     from paceline.cluster.cluster import Cluster
+    from paceline.elastic.ssh import NamedHost
     from paceline.job.job import Job
 
 
@@ -251,7 +252,8 @@ def load_job(named: str, changes: list[str] | None = None) -> Job:
 def start_on(hosts: str | None, cluster: str | None = None, spares: int = 0) -> None:
     """Run this command on the named hosts, if any, and exit with its exit code.
 
-    With `spares`, the hosts are checked first, and this number of hosts is left out.
+    With `spares`, the hosts are checked first, and this number of hosts is left out. The healthy hosts among these
+    replace hosts that leave the run or are lost.
 
     Without hosts, if a user without root rights names an emulated cluster, this process gets the required rights.
 
@@ -282,14 +284,17 @@ def start_on(hosts: str | None, cluster: str | None = None, spares: int = 0) -> 
             "{engine} has already started this command on every host. Leave out --hosts.",
             engine=engine,
         )
-    from paceline.elastic.ssh import run_on_hosts
+    from paceline.elastic.ssh import read_hosts, run_on_hosts
 
+    chosen = read_hosts(hosts)
+    left_out: list[NamedHost] = []
     if spares:
         from paceline.run.health import healthy_hosts
 
-        hosts = healthy_hosts(hosts, spares)
-        print(f"paceline: training on {hosts}", file=sys.stderr, flush=True)
-    raise typer.Exit(run_on_hosts(hosts, ["-m", "paceline", *_without_hosts(sys.argv[1:])]))
+        chosen, left_out = healthy_hosts(hosts, spares)
+        shown = [", ".join(map(str, named)) or "none" for named in (chosen, left_out)]
+        print(f"paceline: training on {shown[0]}; spare: {shown[1]}", file=sys.stderr, flush=True)
+    raise typer.Exit(run_on_hosts(chosen, ["-m", "paceline", *_without_hosts(sys.argv[1:])], left_out))
 
 
 def _be_allowed_to_emulate(cluster: str) -> None:

@@ -47,6 +47,8 @@ def command(
     ] = None,
 ) -> None:
     """Train a job on this machine, on several hosts, or under torchrun."""
+    if hosts and spares:
+        load_job(job, changes)  # a mistake in the file is reported before the check of the hosts
     start_on(hosts, cluster, spares)
     from paceline.cluster.launch_engines import is_rank
     from paceline.elastic.forkserver import warm_up

@@ -3,7 +3,7 @@
 The starter makes a key for the run. The starter is not a host process itself: ssh starts the host processes on other
 machines. If the user names this machine as well, the starter also starts a host process here. Each host process runs
 this module, whose `main` runs the command. The starter forwards signals to host 0, which coordinates, and returns the
-exit code of host 0.
+exit code of host 0. If another host leaves or is lost, the starter starts the command on a spare host, if any.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,6 +40,7 @@ from paceline.elastic.failure import StopSignals, stopped_before
 from paceline.errors import LaunchError
 from paceline.files import read_text, scratch_folder
 from paceline.rank_environment import KEY_FD, KEY_FILE, RankEnvironment
+from paceline.text import printable
 from paceline.wire.key import RunKey, key_descriptor
 
 REMOTE_PYTHON = "PACELINE_REMOTE_PYTHON"
@@ -50,19 +51,23 @@ _SENT_AS_WELL = ("OMP_NUM_THREADS",)
 _START_S = 60.0  # time for the connection, the login and the start of Python
 # time for the other hosts to end after host 0 has failed; the same after host 0 is done
 _DISMISS_S, _LAST_FILES_S = 5.0, 60.0
+_REPLACE_S = 2.0  # time for host 0 to end after another host has ended; if it goes on, a spare host replaces the other
 _TERMINATE_S = 3.0  # time from the end of a command's input to SIGKILL, once all hosts had time to save
 _LINE_LIMIT = 2**16
 _SSH_FAILED = 255  # exit code of ssh if ssh itself fails
 _TICK_S = 0.2
 
 
-def run_on_hosts(text: str, arguments: Sequence[str]) -> int:
-    """Run `python ARGUMENTS…` on every host of `--hosts`. Return the exit code of host 0.
+def run_on_hosts(hosts: Sequence[NamedHost], arguments: Sequence[str], spares: Sequence[NamedHost] = ()) -> int:
+    """Run `python ARGUMENTS…` on every host. Return the exit code of host 0.
+
+    Args:
+        spares: hosts that replace other hosts than host 0 if these leave the run or are lost.
 
     Raises:
-        LaunchError: the name of a host is invalid, a host cannot be reached, or a host cannot start the program.
+        LaunchError: a host cannot be reached, or cannot start the program.
     """
-    hosts, key = read_hosts(text), RunKey.make()
+    key = RunKey.make()
     address, port = address_from(coordinator_of(hosts), default_port("ssh", key.fingerprint))
     common = {
         **{name: value for name, value in os.environ.items() if name.startswith("PACELINE_") and name not in _NOT_SENT},
@@ -75,22 +80,26 @@ def run_on_hosts(text: str, arguments: Sequence[str]) -> int:
     with ExitStack() as held:
         folder = held.enter_context(scratch_folder())
         signals = held.enter_context(StopSignals())
-        started = []
-        for number, host in enumerate(hosts):
+
+        def start(host: NamedHost, number: int, is_spare: bool = False) -> _HostCommand:
             place = {HOST_NUMBER: str(number)} | ({HOST_DEVICES: str(host.devices)} if host.devices else {})
             order = Order(list(arguments), os.getcwd(), common | place, pem, announce=not host.is_here)
-            started.append(held.enter_context(_HostCommand(host, number, order, folder)))
-        return _watch(started, signals)
+            return held.enter_context(_HostCommand(host, order, folder, is_spare))
+
+        started = [start(host, number) for number, host in enumerate(hosts)]
+        return _watch(started, signals, _Spares(spares, start))
 
 
 class _HostCommand:
     """Command on one host. `process` is ssh, or the program itself if the host is this machine."""
 
-    def __init__(self, host: NamedHost, number: int, order: Order, folder: Path) -> None:
-        self.host, self.order = host, order
+    def __init__(self, host: NamedHost, order: Order, folder: Path, is_spare: bool) -> None:
+        self.host, self.order, self.is_spare = host, order, is_spare
         # messages of ssh itself, which are kept separate from the output of the host
-        self.log = folder / f"ssh-{number}"
+        self.log = folder / f"ssh-{host.name}"
         self.has_begun = host.is_here
+        self._begun_by = time.monotonic() + _START_S
+        self._ended_at = float("inf")
         self._signals_sent, self._lost = 0, False
         self._errors = b""  # end of the standard error output, until the command has begun
 
@@ -155,22 +164,42 @@ class _HostCommand:
             return True
         return False  # output of the login shell
 
-    def check(self, begun_by: float) -> None:
-        """Raise LaunchError if the command did not begin. Report once if the connection was lost later."""
+    def check(self) -> None:
+        """Report once if the connection was lost after the command has begun.
+
+        Raises:
+            LaunchError: the command did not begin. If the host is a spare, this is only reported.
+        """
         code, output = self.process.poll(), (self.process.stdout, self.process.stderr)
+        if code is not None:
+            self._ended_at = min(self._ended_at, time.monotonic())
         if not self.has_begun:
             if code is not None and all(stream is None or stream.closed for stream in output):
-                raise self._problem()
-            if time.monotonic() > begun_by:
-                raise LaunchError(
-                    "ssh.start_timeout",
-                    "ssh did not start paceline on host {host} within {deadline_s:.0f} s",
-                    host=self.host.name,
-                    deadline_s=_START_S,
+                self._refuse(self._problem())
+            elif time.monotonic() > self._begun_by:
+                self._refuse(
+                    LaunchError(
+                        "ssh.start_timeout",
+                        "ssh did not start paceline on host {host} within {deadline_s:.0f} s",
+                        host=self.host.name,
+                        deadline_s=_START_S,
+                    )
                 )
         elif code is not None and (code == _SSH_FAILED or code < 0) and not self.host.is_here and not self._lost:
             self._lost = True
             print(f"paceline: the ssh connection to host {self.host.name} was lost", file=sys.stderr, flush=True)
+
+    @property
+    def has_failed(self) -> bool:
+        """True if the command ended some time ago, but not because the run has ended."""
+        return self.process.returncode not in (None, 0) and time.monotonic() > self._ended_at + _REPLACE_S
+
+    def _refuse(self, problem: LaunchError) -> None:
+        if not self.is_spare:
+            raise problem
+        print(f"paceline: {printable(str(problem))}", file=sys.stderr, flush=True)
+        self.stop()
+        self.has_begun = self._lost = True
 
     def _problem(self) -> LaunchError:
         said = self.log.read_text(errors="replace").strip() if self.log.exists() else ""
@@ -197,11 +226,36 @@ class _HostCommand:
         )
 
 
-def _watch(started: list[_HostCommand], signals: StopSignals) -> int:
+class _Spares:
+    """Hosts that take the places of hosts that have left or were lost.
+
+    Args:
+        start: function that starts the command on a spare host under the number of the host that it replaces.
+    """
+
+    def __init__(self, hosts: Sequence[NamedHost], start: Callable[[NamedHost, int, bool], _HostCommand]) -> None:
+        self._hosts, self._start = list(hosts), start
+
+    def replace_failed(self, started: list[_HostCommand], output: _Output) -> None:
+        """Replace hosts whose command has ended early. Host 0 cannot be replaced, because its end ends the run."""
+        if started[0].process.poll() is not None:
+            return
+        for number, command in enumerate(started[1:], 1):
+            if self._hosts and command.has_failed:
+                spare = self._hosts.pop(0)
+                replaced = f"host {command.host.name} (number {number})"
+                print(f"paceline: the spare host {spare.name} replaces {replaced}", file=sys.stderr, flush=True)
+                started[number] = self._start(spare, number, True)
+                output.add(started[number])
+
+
+def _watch(started: list[_HostCommand], signals: StopSignals, spares: _Spares) -> int:
     """Show the output of all hosts until they have ended. Return the exit code of host 0."""
-    with _Output(started) as output:
+    with _Output() as output:
+        for command in started:
+            output.add(command)
         try:
-            _until_the_end(started, signals, output)
+            _until_the_end(started, signals, output, spares)
         finally:
             for command in started:
                 command.stop()
@@ -212,27 +266,29 @@ def _watch(started: list[_HostCommand], signals: StopSignals) -> int:
     return code if 0 <= code < _SSH_FAILED else 1
 
 
-def _until_the_end(started: list[_HostCommand], signals: StopSignals, output: _Output) -> None:
+def _until_the_end(started: list[_HostCommand], signals: StopSignals, output: _Output, spares: _Spares) -> None:
     """Wait until all hosts have ended, at most for some time after host 0.
 
     Raises:
         LaunchError: a host did not start.
     """
-    begun_by, dismissed_by = time.monotonic() + _START_S, float("inf")
+    dismissed_by = float("inf")
     while _is_under_way(started, output) and time.monotonic() < dismissed_by:
         output.show(_TICK_S)
         started[0].pass_on(signals)
-        _check(started, begun_by)
-        if signals.first and (late := [command.host.name for command in started if not command.has_begun]):
+        _check(started)
+        if signals.first is None:
+            spares.replace_failed(started, output)
+        elif late := [each.host.name for each in started if not each.has_begun and not each.is_spare]:
             raise stopped_before(f"host {late[0]} had started", signals.first)
         if (code := started[0].process.poll()) is not None and dismissed_by == float("inf"):
             dismissed_by = time.monotonic() + (_DISMISS_S if code else _LAST_FILES_S)
-    _check(started, begun_by)
+    _check(started)
 
 
-def _check(started: list[_HostCommand], begun_by: float) -> None:
+def _check(started: list[_HostCommand]) -> None:
     for command in started:
-        command.check(begun_by)
+        command.check()
 
 
 def _is_under_way(started: list[_HostCommand], output: _Output) -> bool:
@@ -242,13 +298,15 @@ def _is_under_way(started: list[_HostCommand], output: _Output) -> bool:
 class _Output:
     """Standard output and error of remote hosts, forwarded line by line."""
 
-    def __init__(self, started: list[_HostCommand]) -> None:
+    def __init__(self) -> None:
         self._selector = selectors.DefaultSelector()
         self._parts: dict[int, bytes] = {}
-        for command in started:
-            for stream, to in ((command.process.stdout, 1), (command.process.stderr, 2)):
-                if stream is not None:
-                    self._selector.register(stream, selectors.EVENT_READ, (command, stream, to))
+
+    def add(self, command: _HostCommand) -> None:
+        """Forward the output of a host as well."""
+        for stream, to in ((command.process.stdout, 1), (command.process.stderr, 2)):
+            if stream is not None:
+                self._selector.register(stream, selectors.EVENT_READ, (command, stream, to))
 
     def __enter__(self) -> _Output:
         return self
@@ -312,6 +370,9 @@ class NamedHost:
 
     name: str
     devices: int | None = None
+
+    def __str__(self) -> str:
+        return self.name if self.devices is None else f"{self.name}:{self.devices}"
 
     @property
     def is_here(self) -> bool:

@@ -83,10 +83,13 @@ def refuse_unhealthy(report: HealthReport) -> list[str]:
     return [f"{finding.text}. {finding.advice}" for finding in report.findings]
 
 
-def healthy_hosts(hosts: str, spares: int) -> str:
-    """Check the hosts of `--hosts`, and return all but `spares` of them.
+def healthy_hosts(hosts: str, spares: int) -> tuple[list[NamedHost], list[NamedHost]]:
+    """Check the hosts of `--hosts`, and choose the hosts to train on.
 
     Hosts that cannot be reached or have problems are left out first, then the last ones of the list.
+
+    Returns:
+        All hosts but `spares` of them, and the healthy ones among those `spares`.
 
     Raises:
         LaunchError: the list of hosts is invalid.
@@ -94,23 +97,22 @@ def healthy_hosts(hosts: str, spares: int) -> str:
             have problems.
     """
     named = read_hosts(hosts)
-    entries = [host.name if host.devices is None else f"{host.name}:{host.devices}" for host in named]
-    if spares >= len(entries):
+    if spares >= len(named):
         raise ClusterError(
             "health.only_spares",
             "--spares {spares} leaves none of the {count} hosts to train on. List more hosts.",
             spares=spares,
-            count=len(entries),
+            count=len(named),
         )
     bad = _unreachable(named)
-    chosen_hosts(entries, bad, spares)
+    chosen_hosts(named, bad, spares)
     reached = [number for number in range(len(named)) if number not in bad]
-    bad |= {reached[number] for number in _unhealthy([entries[number] for number in reached])}
-    return ",".join(chosen_hosts(entries, bad, spares))
+    bad |= {reached[number] for number in _unhealthy([str(named[number]) for number in reached])}
+    return chosen_hosts(named, bad, spares)
 
 
-def chosen_hosts(hosts: Sequence[str], bad: set[int], spares: int) -> list[str]:
-    """Return the hosts to train on: the first hosts without problems, except the spares.
+def chosen_hosts(hosts: Sequence[NamedHost], bad: set[int], spares: int) -> tuple[list[NamedHost], list[NamedHost]]:
+    """Return the hosts to train on, which are the first hosts without problems, and the spares without problems.
 
     Raises:
         ClusterError: more hosts than `spares` have problems.
@@ -122,10 +124,11 @@ def chosen_hosts(hosts: Sequence[str], bad: set[int], spares: int) -> list[str]:
             bad=len(bad),
             count=len(hosts),
             spares=spares,
-            names=[hosts[number] for number in sorted(bad)],
+            names=[str(hosts[number]) for number in sorted(bad)],
         )
     good = [host for number, host in enumerate(hosts) if number not in bad]
-    return good[: len(hosts) - spares]
+    count = len(hosts) - spares
+    return good[:count], good[count:]
 
 
 def _unreachable(hosts: Sequence[NamedHost]) -> set[int]:

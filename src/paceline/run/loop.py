@@ -90,7 +90,9 @@ class Loop:
         self.at_boundary: Callable[[], None] = lambda: None
         self.leaving = False
         self._last: StepInfo | None = None
-        self._before: list[StepInfo] = []  # steps before `_last`, back to the last synchronization of replicas
+        # steps before `_last`, back to the last synchronization of replicas; at least one, because a lost rank may have
+        # kept the line of that step until it knew the step's times
+        self._before: list[StepInfo] = []
         self._acted = -1
         self._begun: _Begun | None = None  # the step whose numbers are not read yet
         # for a stream: the loader's positions after the newest steps
@@ -336,10 +338,10 @@ class Loop:
         info = StepInfo(
             result, position.epoch, position.local, begun.lr, None, self.engine.signals.take_busy(), counts=counts
         )
-        if self._last is not None and not self._last.result.reduced:
+        if self._last is not None:
+            if self._last.result.reduced:
+                self._before.clear()
             self._before.append(self._last)
-        else:
-            self._before.clear()
         self._last = info
         self.tell_step(info)
         self.engine.on_phase("data", self.engine.step_count + 1)

@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from commands import DEADLINE_S, in_a_process
-from paceline.elastic.ssh import run_on_hosts
+from paceline.elastic.ssh import read_hosts, run_on_hosts
 from paceline.errors import LaunchError
 from sshd import STRANGER, ssh_to
 
@@ -25,8 +25,9 @@ pytestmark = pytest.mark.needs_sshd
 PROGRAM = Path(__file__).with_name("what_a_host_does.py")
 STARTER = """
 import sys
-from paceline.elastic.ssh import run_on_hosts
-sys.exit(run_on_hosts(sys.argv[1], sys.argv[2:]))
+from paceline.elastic.ssh import read_hosts, run_on_hosts
+hosts, spare = (read_hosts(text) if text else [] for text in sys.argv[1:3])
+sys.exit(run_on_hosts(hosts, sys.argv[3:], spare))
 """
 SILENT = """\
 #!/bin/sh
@@ -42,10 +43,10 @@ def ssh(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @contextmanager
-def starter(ssh: str, hosts: str, word: str, folder: Path) -> Iterator[subprocess.Popen[str]]:
+def starter(ssh: str, hosts: str, word: str, folder: Path, spare: str = "") -> Iterator[subprocess.Popen[str]]:
     """The starter of the test's program, under way in `folder`."""
     process = subprocess.Popen(
-        [sys.executable, "-c", STARTER, hosts, str(PROGRAM), word],
+        [sys.executable, "-c", STARTER, hosts, spare, str(PROGRAM), word],
         cwd=folder,
         env={**os.environ, "PACELINE_SSH": ssh, "TMPDIR": str(folder)},  # what a killed one leaves is not the test's
         stdin=subprocess.DEVNULL,
@@ -149,6 +150,27 @@ def test_a_host_whose_connection_is_lost_ends_and_is_named(ssh: str, tmp_path: P
     assert signals(tmp_path, 0) == "SIGTERM"
 
 
+def test_spare_hosts_replace_a_host_that_ends_early_in_turn(ssh: str, tmp_path: Path) -> None:
+    with starter(ssh, "localhost,b", "wait", tmp_path, spare=f"{STRANGER},c") as process:
+        wait_until_all_run(2, process)
+        first = told(tmp_path, 1)
+        os.kill(first["pid"], signal.SIGTERM)
+        wait_until(lambda: told(tmp_path, 1)["pid"] != first["pid"], process)
+        second = told(tmp_path, 1)
+        assert (second["place"], second["key"]) == (first["place"], first["key"])
+        process.send_signal(signal.SIGTERM)
+        _, err = process.communicate(timeout=DEADLINE_S)
+    assert process.returncode == 7, err
+    assert signals(tmp_path, 0) == "SIGTERM"
+
+
+def test_a_run_that_ends_starts_no_spare_host(ssh: str, tmp_path: Path) -> None:
+    with starter(ssh, "localhost,b", "end", tmp_path, spare="c") as process:
+        out, err = process.communicate(timeout=DEADLINE_S)
+    assert process.returncode == 7, err
+    assert sorted(out.split("\n")) == ["", "out 0", "out 1"]
+
+
 @pytest.mark.parametrize(
     ("hosts", "environment", "said"),
     [
@@ -173,7 +195,7 @@ def test_a_host_that_cannot_be_started_on_is_named_with_the_reason(
     for name, value in {"PACELINE_SSH": ssh, **environment}.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(LaunchError) as raised:
-        run_on_hosts(hosts, [str(PROGRAM), "end"])
+        run_on_hosts(read_hosts(hosts), [str(PROGRAM), "end"])
     assert all(text in str(raised.value) for text in said), raised.value
 
 

@@ -407,6 +407,7 @@ def _own_place(hosts: Hosts) -> RankPlace:
 
 _NOTED_S = 10.0  # longest time for this process to notice the loss of a host that has already come back
 _LOOKED_S = 120.0
+_MAY_REPLACE = ("ssh",)  # launch engines that may start another machine in the place of a lost host
 _CALL_S = 1.0  # seconds between two calls to lost hosts, and timeout of a call
 
 
@@ -414,8 +415,8 @@ class Readmission:
     """Context manager that readmits lost hosts inside its block.
 
     A host is refused if it was not lost, or was lost too often. A host is also refused if its name, version, clock or
-    data do not match the lost host, or if it has fewer devices. The refused host receives the reason, and the run
-    continues.
+    data do not match the lost host, or if it has fewer devices. Its name may differ if `--hosts` has started it, which
+    puts spare hosts in the places of others. The refused host receives the reason, and the run continues.
 
     Args:
         place: launch place of this host, which coordinates.
@@ -543,7 +544,7 @@ class Readmission:
         """Return how a host differs from the lost host, or "" if it matches."""
         before = self._before(link)
         if before.name not in (link.name, f"{link.name}-{link.number}"):
-            if not isinstance(before, AbsentLink):
+            if not isinstance(before, AbsentLink) and self._place.engine not in _MAY_REPLACE:
                 return f"host {link.name} has come as number {link.number}, which is that of {before.name}."
             before = link
         known = self.hosts.cluster.hosts[link.number]
