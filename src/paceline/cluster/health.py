@@ -27,6 +27,7 @@ _SPREADS = 4.0  # … and if the difference is also this multiple of the peers' 
 _SLOW_LINK = 1.6  # the same for the time of a message over a link
 _LEAST_OF_PEAK = 0.3  # a device below this share of the sustained peak in the catalogue is slow
 _FEWEST = 3  # with fewer peers, a median cannot name the outlier
+Level = Literal["problem", "note"]
 BY_TIME = ("device.slow", "devices.differ", "link.slow")
 """Codes of findings that other work on the machine may cause. They count only if another check confirms them."""
 
@@ -112,7 +113,7 @@ class HealthFinding:
     """One fault, with the ranks whose device or link has it. A `note` does not prevent a run."""
 
     code: str
-    level: Literal["problem", "note"]
+    level: Level
     ranks: tuple[int, ...]
     text: str
     advice: str
@@ -230,7 +231,7 @@ def _peak(device: DeviceReading) -> str:
 
 
 # reasons of NVML; not those of idle, capped or configured devices, whose clock is lowered on purpose
-_THROTTLED = {
+_THROTTLED: dict[int, tuple[Level, str]] = {
     0x08: ("problem", "hardware slowdown"),
     0x40: ("problem", "too hot, slowed by the hardware"),
     0x80: ("problem", "power brake"),
@@ -240,12 +241,19 @@ _THROTTLED = {
 _HARDWARE_XIDS = {48, 62, 64, 74, 79, 92, 94, 95, 119, 120, 140, 143}
 
 
+def throttle_reasons(counters: Counters) -> list[tuple[Level, str]]:
+    """Return why the device lowers its clock, with the level of each reason.
+
+    The list is empty if the clock is not lowered, or if the reasons are unknown.
+    """
+    return [reason for bit, reason in _THROTTLED.items() if (counters.throttle or 0) & bit]
+
+
 def _counted(devices: Sequence[DeviceReading]) -> Iterator[HealthFinding]:
     for device in devices:
         seen, rank = device.counters, (device.rank,)
-        reasons = [about for bit, about in _THROTTLED.items() if (seen.throttle or 0) & bit]
-        if reasons:
-            level: Literal["problem", "note"] = "problem" if any(kind == "problem" for kind, _ in reasons) else "note"
+        if reasons := throttle_reasons(seen):
+            level: Level = "problem" if any(kind == "problem" for kind, _ in reasons) else "note"
             text = f"{device.place} lowers its clock: {', '.join(text for _, text in reasons)}"
             yield HealthFinding("device.throttled", level, rank, text, _COOL)
         if seen.ecc_uncorrected or seen.rows_pending:

@@ -112,7 +112,9 @@ def healthy_hosts(hosts: str, spares: int) -> tuple[list[NamedHost], list[NamedH
 
 
 def chosen_hosts(hosts: Sequence[NamedHost], bad: set[int], spares: int) -> tuple[list[NamedHost], list[NamedHost]]:
-    """Return the hosts to train on, which are the first hosts without problems, and the spares without problems.
+    """Return the hosts to train on, and the healthy spares.
+
+    The hosts to train on are the first ones without problems.
 
     Raises:
         ClusterError: more hosts than `spares` have problems.

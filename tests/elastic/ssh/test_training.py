@@ -10,6 +10,7 @@ import psutil
 import pytest
 
 from commands import (
+    POINTS,
     checkpoints,
     ended,
     ended_well,
@@ -66,8 +67,8 @@ def host_process(number: int, folder: Path) -> psutil.Process:
 
 
 def test_a_spare_host_takes_the_place_of_a_host_with_a_notice(ssh: str, tmp_path: Path) -> None:
-    data = points(0.05)
-    job = write_job(tmp_path / "job.yaml", data=data, stop={"steps": 100_000}, checkpoint={"every_steps": 10_000})
+    model, data = {"factory": f"{POINTS}:net"}, points(sleep_s=0.003)
+    job = write_job(tmp_path / "job.yaml", model=model, data=data, stop={"steps": 100_000})
     arguments = ("train", job, "--plan", "dp=2", "--run", "run", "--hosts", "localhost:1,b:1,c:1", "--spares", "1")
     with started("paceline", *arguments, folder=tmp_path, environment={"PACELINE_SSH": ssh}) as process:
         wait_for_step(3, tmp_path / "run", process)

@@ -8,6 +8,7 @@ import random
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,14 +16,17 @@ from torch import Tensor, nn
 
 from commands import events
 from paceline.cluster.discover import discover
+from paceline.comm.backend import joined
 from paceline.errors import RunError
 from paceline.planning.plan import Plan
 from paceline.run.record import slow_ranks
 from paceline.run.record.progress import event_sentence
+from paceline.run.record.recorder import Remarks
 from paceline.run.record.run import Run
 from paceline.run.record.slow_ranks import SlowRanks, step_time_sigma
 from ranks import Ranks
 from refusals import raises
+from simulated.environment import Simulated
 from small_jobs import new_run, plain, small_job, train_as_rank
 
 FAST = 0.02
@@ -137,3 +141,26 @@ def test_a_rank_that_is_always_slow_is_no_spread(tmp_path: Path) -> None:
 def test_a_run_of_few_steps_says_that_it_is_too_short(tmp_path: Path) -> None:
     with raises(RunError, "run.too_few_steps"):
         step_time_sigma(run_of(tmp_path, [0.1] * 8))
+
+
+def test_a_slow_accelerator_is_checked_for_wrong_results(simulated: Simulated) -> None:
+    healthy, faulty = (simulated.ranks(2, events_of_a_slow_rank, fault=fault) for fault in ("", "wrong:1:1"))
+    for on_ranks, is_wrong in ((healthy, False), (faulty, True)):
+        [event] = on_ranks[0]
+        assert on_ranks == [[event]] * 2, "every rank has the same event"
+        assert (event["rank"], event["device"]["wrong_numbers"] > 0, event["lowers_clock"]) == (1, is_wrong, [])
+        assert ("train without" in str(event_sentence({"event": "slow_rank", **event}))) == is_wrong
+
+
+def events_of_a_slow_rank() -> list[dict[str, Any]]:
+    slow_ranks.PATIENCE_S = 0.0
+    with joined(deadline_s=60) as group:
+        found: list[dict[str, Any]] = []
+        engine: Any = SimpleNamespace(plan=Plan.parse("dp=2"), group=group)
+        write: Any = lambda _, details: found.append(details)  # noqa: E731
+        remarks = Remarks(engine, write)
+        for step in range(1, slow_ranks.WARM_UP + slow_ranks.WINDOW + 1):
+            info: Any = SimpleNamespace(result=SimpleNamespace(step=step), busy_s=[FAST, 2 * FAST])
+            remarks.after_step(info)
+        group.barrier()
+    return found

@@ -318,9 +318,15 @@ def event_sentence(event: dict[str, Any]) -> str | None:
                 f"{1e3 * event['busy_s']:.3g} ms of work per step, {1e3 * event['others_busy_s']:.3g} ms on the others"
             )
             host = f" (host {event['host']})" if event["host"] else ""
-            return (
-                f"rank {event['rank']}{host} has taken {event['ratio']:.1f} times as long as the others since step "
-                f"{event['since_step']}: {times}"
+            found = [f"it lowers its clock ({reason})" for reason in event.get("lowers_clock", ())]
+            if faults := sum(event.get("device", {}).values()):
+                found.append(f"a check of its device found {faults} wrong values: train without this device")
+            return "; ".join(
+                [
+                    f"rank {event['rank']}{host} has taken {event['ratio']:.1f} times as long as the others since step "
+                    f"{event['since_step']}: {times}",
+                    *found,
+                ]
             )
         case "balance" if event["slow_changed"]:
             return _sentence_of_balance(event)

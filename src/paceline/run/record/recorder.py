@@ -13,7 +13,9 @@ from pathlib import Path
 from typing import Any, Self
 
 import psutil
+import torch
 
+from paceline.cluster.health import counters_of, throttle_reasons
 from paceline.cluster.probe import Energy, cpu_energy, telemetry_of
 from paceline.device import Memory, is_accelerator, memory
 from paceline.engine.engine import LateResult, RankEngine, StepResult
@@ -394,9 +396,19 @@ class Remarks:
         self._told = 0
 
     def after_step(self, info: StepInfo) -> None:
-        """Record events about slow ranks."""
+        """Record events about slow ranks; a slow accelerator is checked first."""
+        group = self.engine.group
         for event, details in self.slow_ranks.step(info.result.step, self.at_even_shares(info)):
+            if event == "slow_rank" and is_accelerator(group.device):
+                is_slow = group.rank == details["rank"]
+                details |= group.gather_json(self._checked(group.device) if is_slow else None)[details["rank"]]
             self.events(event, details)
+
+    def _checked(self, device: torch.device) -> dict[str, Any]:
+        from paceline.comm.measure.health import device_faults  # few runs need it
+
+        reasons = [reason for _, reason in throttle_reasons(counters_of(device))]
+        return {"device": device_faults(device), "lowers_clock": reasons}
 
     def tell(self) -> None:
         """Record new messages of the sync rule and the loss, and repaired corruption."""
