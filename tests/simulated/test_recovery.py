@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from statistics import mean
 
 import pytest
 
@@ -91,6 +92,39 @@ def test_a_killed_rank_costs_no_step_and_survivors_keep_their_process(
     assert losses(run) == pytest.approx(undisturbed, rel=1e-5)
     assert [event["rank"] for event in events(run, "healed")] == [rank for rank, _ in kills]
     assert not events(run, "resume"), "nothing was read from the disk"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "plan",
+    [
+        "dp=3 sync=local:4",
+        "dp=3 sync=diloco:4",
+        "dp=3 sync=diloco:6,fragments=2,overlap=2 compress=topk:0.2",
+        "dp=3 compress=topk:0.2",
+        "dp=3 compress=powersgd:2",
+    ],
+)
+def test_replicas_that_differ_or_compress_what_they_send_are_replaced(
+    plan: str, job: Path, undisturbed: dict[int, float], devices: Callable[..., None], tmp_path: Path
+) -> None:
+    devices()
+    with training(job, tmp_path, plan) as (process, run):
+        wait_for_step(1, run, process)
+        before = {rank_of(rank): rank.pid for rank in processes_of(process)}
+        for count, (rank, step) in enumerate([(2, 9), (0, 40)], 1):
+            wait_for_step(step, run, process)
+            kill_rank(rank, process)
+            wait_for_events(run, "generation", 2 * count, process)
+        after = {rank_of(rank): rank.pid for rank in processes_of(process)}
+        ended_well(process)
+    assert {rank for rank in before if before[rank] != after[rank]} == {0, 2}
+    assert [event["rank"] for event in events(run, "healed")] == [2, 0]
+    assert not events(run, "resume"), "nothing was read from the disk"
+    found = losses(run)
+    assert sorted(found) == list(range(1, STEPS + 1))
+    late = range(STEPS - 29, STEPS + 1)
+    assert mean(found[step] for step in late) == pytest.approx(mean(undisturbed[step] for step in late), abs=0.15)
 
 
 def test_the_record_has_steps_of_a_killed_rank_whose_times_it_did_not_know_yet(

@@ -4,7 +4,8 @@ On an accelerator, the host waits for the device, and the device waits for the o
 wait may never end, and raise no error. A thread therefore watches the generation. When the generation is over, the
 thread aborts the process groups of torch's collective library. The device then finishes the queued work. The process
 keeps the device's context and memory. Results of aborted collectives are undefined. Code that reads a result from the
-device therefore calls `wire/status.py:refuse_aborted` before it uses the result.
+device therefore calls `wire/status.py:refuse_aborted` before it uses the result. Code that uses a result on the device
+calls `settle` first.
 """
 
 from __future__ import annotations
@@ -16,9 +17,15 @@ from contextlib import suppress
 import torch
 from torch.distributed import ProcessGroup, distributed_c10d
 
-from paceline.device import aborted_together, event, survive_lost_peers, synchronize
+from paceline.device import aborted_together, event, is_accelerator, survive_lost_peers, synchronize
 from paceline.errors import device_fault
-from paceline.wire.status import generation_is_over, note_abort, was_aborted
+from paceline.wire.status import (
+    generation_is_over,
+    generations_are_watched,
+    note_abort,
+    refuse_aborted,
+    was_aborted,
+)
 
 _LOOK_S = 0.01
 _TRIES = 100  # maximum number of waits; a device may report errors of aborted collectives, one at each wait
@@ -116,3 +123,14 @@ class Interruption:
                     self._aborted.add(group)
                     with suppress(RuntimeError):  # gloo cannot abort, but detects lost peers itself
                         group.abort()
+
+
+def settle(device: torch.device) -> None:
+    """Wait for results of collectives, if an abort could leave them undefined.
+
+    Raises:
+        GenerationOver: the collectives were aborted.
+    """
+    if is_accelerator(device) and generations_are_watched():
+        synchronize(device)
+        refuse_aborted()

@@ -240,9 +240,8 @@ def recovers_in_place(job: Job, plan: Plan, cluster: Cluster) -> bool:
     There are three conditions. First, the state of a lost rank must exist elsewhere. For this, the plan needs either
     one replica whose parts are copied to other ranks, or several replicas. Several replicas must be equal after every
     step, or be undivided and use one of paceline's sync rules. Second, waits for other ranks must end when a rank is
-    lost. Waits in paceline's transports do so, and collectives on accelerators are aborted. Undefined results of
-    aborted collectives could remain in the state of a rule, so accelerators need the rule `allreduce` without
-    compression. Third, the samples must be divisible among any number of replicas.
+    lost. Waits in paceline's transports do so, and collectives on accelerators are aborted. Paceline's own rules do not
+    use undefined results of aborted collectives. Third, the samples must be divisible among any number of replicas.
 
     Raises:
         LaunchError: `PACELINE_RECOVERY` is neither on nor off.
@@ -250,13 +249,14 @@ def recovers_in_place(job: Job, plan: Plan, cluster: Cluster) -> bool:
     if not recovery_is_on():
         return False
     sync = SyncSpec.parse(plan.sync)
-    alike = not sync.info.local_steps or (sync.name in RULES.built_in and not plan.splits)
+    built_in = sync.name in RULES.built_in
+    alike = not sync.info.local_steps or (built_in and not plan.splits)
     replicas = (plan.dp > 1 or is_mirrored(plan)) and alike
     dealt = job.partition.weights is None and job.partition.kind != "hierarchical"
-    if cluster.kind == CPU:
-        return replicas and dealt and plan.transport in ("auto", "shm", "tcp")
-    exact = sync.name == "allreduce" and plan.compress == "none"
-    return replicas and dealt and exact and plan.transport == "auto"
+    waits_end = (
+        plan.transport in ("auto", "shm", "tcp") if cluster.kind == CPU else built_in and plan.transport == "auto"
+    )
+    return replicas and dealt and waits_end
 
 
 def is_mirrored(plan: Plan) -> bool:

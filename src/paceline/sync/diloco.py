@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from paceline.comm.allreduce import Algorithm
 from paceline.comm.comm_thread import CommStream, CommThread, StreamTask, Task
 from paceline.comm.group import Group
+from paceline.comm.interruption import settle
 from paceline.device import has_streams
 from paceline.sync.local import FlatParameters, LocalRule, by_dtype, cut
 from paceline.sync.rule import Replica
@@ -159,6 +160,7 @@ class DiLoCo(LocalRule):
 
     def _apply(self, fragment: Fragment) -> None:
         fragment.wait()
+        settle(self.group.device)
         fragment.due = None
         fragment.step(self.lr, self.momentum, self.replica.dp.size)
         if self.overlap:

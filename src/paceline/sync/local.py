@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from paceline.comm.allreduce import Algorithm, algorithm_for, close_algorithm
 from paceline.comm.group import Group
+from paceline.comm.interruption import settle
 from paceline.partition import contiguous
 from paceline.sync.rule import Reduction, Replica, SyncRule, broadcast_state, ring_bytes
 
@@ -189,6 +190,7 @@ class LocalSGD(LocalRule):
             flat.copy_in()
             self.sum(flat.values)
         # parameters change only after all sums have arrived, because the exchange may be aborted
+        settle(self.group.device)
         for flat in self.flats:
             flat.values.div_(self.replica.dp.size)
             flat.copy_out()

@@ -18,6 +18,7 @@ from paceline.job.spec import load_object
 from paceline.planning.sync_info import CODECS, CompressSpec
 from paceline.sync.compress.codecs import ALIGNMENT, Cast, Codec, CodedSum, Coding, Scratch, aligned, section
 from paceline.sync.rule import Traffic, ring_bytes
+from paceline.wire.status import refuse_aborted
 
 _RANDOM = "random"
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -342,6 +343,7 @@ class TwoPhase:
         self.group.exchange([(r, self._own[r]) for r in others], [(r, self._theirs[r]) for r in others])
         self._theirs[me] = self._own[me]
         finite = not bool(self._theirs[:, self._flag_at].any())
+        refuse_aborted()  # a kernel that decodes undefined indices may fail, which ends the process
 
         total = self._add_up(coded[me], sum_error)
         finite = finite and bool(torch.isfinite(total.sum()))
@@ -351,7 +353,9 @@ class TwoPhase:
         self.group.exchange([(r, self._own[me]) for r in others], [(r, self._theirs[r]) for r in others])
         self._theirs[me] = self._own[me]
         exact.copy_(self._exact(self._theirs))
-        if bool(self._theirs[:, self._flag_at].any()):
+        finite = not bool(self._theirs[:, self._flag_at].any())
+        refuse_aborted()
+        if not finite:
             return False
         if error is not None:
             for r in others:
