@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from math import isfinite
 from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any, ClassVar, Self
@@ -412,6 +412,10 @@ _DEVICE_FAULTS = {
     "lost": ("fallen off the bus", "device is lost", "GPU is lost", "no CUDA-capable device", "busy or unavailable"),
     "memory": ("uncorrectable ECC", "uncorrectable NVLink", "hardware stack error", "hardware error"),
 }
+# numbers of XID errors, which NVIDIA's driver reports, by what has failed (docs.nvidia.com/deploy/xid-errors). Most
+# other XIDs are errors of programs.
+_XIDS = "the driver reports XID "
+HARDWARE_XIDS = {"lost": {62, 79, 119, 120, 143}, "memory": {48, 64, 74, 92, 94, 95, 140}}
 
 
 def device_fault(error: BaseException) -> str | None:
@@ -423,8 +427,23 @@ def device_fault(error: BaseException) -> str | None:
     """
     if not any(kind.__name__ == "AcceleratorError" for kind in type(error).__mro__):
         return None
-    text = str(error)
-    return next((fault for fault, texts in _DEVICE_FAULTS.items() if any(part in text for part in texts)), "kernel")
+    text, xids = str(error), xids_of(error)
+    for fault, texts in _DEVICE_FAULTS.items():
+        if xids & HARDWARE_XIDS[fault] or any(part in text for part in texts):
+            return fault
+    return "kernel"
+
+
+def note_xids(error: BaseException, xids: Collection[int]) -> None:
+    """Add the XIDs that the driver reported with an error of a device."""
+    if xids:
+        error.add_note(f"{_XIDS}{', '.join(map(str, sorted(set(xids))))}")
+
+
+def xids_of(error: BaseException) -> set[int]:
+    """Return the XIDs that were added to an error."""
+    notes = [note for note in getattr(error, "__notes__", ()) if note.startswith(_XIDS)]
+    return {int(number) for note in notes for number in note.removeprefix(_XIDS).split(", ")}
 
 
 class ServerRefused(PacelineError):

@@ -142,3 +142,25 @@ def test_other_processes_on_a_gpu_are_named_only_if_this_process_is_known() -> N
     listed.pop()
     assert not Telemetry(nvml, "gpu").other_processes()
     assert callable(pynvml.nvmlDeviceGetComputeRunningProcesses)
+
+
+def test_xids_are_collected_until_there_are_no_more() -> None:
+    events = iter([79, 48])
+
+    def wait(watched: object, timeout_ms: int) -> SimpleNamespace:
+        for xid in events:
+            return SimpleNamespace(eventData=xid)
+        raise pynvml.NVMLError(pynvml.NVML_ERROR_TIMEOUT)
+
+    nvml = SimpleNamespace(
+        nvmlDeviceGetTotalEnergyConsumption=lambda gpu: 7,
+        nvmlEventSetCreate=object,
+        nvmlDeviceRegisterEvents=lambda gpu, kinds, watched: None,
+        nvmlEventTypeXidCriticalError=pynvml.nvmlEventTypeXidCriticalError,
+        nvmlEventSetWait_v2=wait,
+        NVMLError=pynvml.NVMLError,
+    )
+    telemetry = Telemetry(nvml, "gpu")
+    assert telemetry.xids() == []
+    telemetry.watch_xids()
+    assert [telemetry.xids(), telemetry.xids()] == [[79, 48], []]

@@ -7,11 +7,12 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.elastic.failure import ErrorRecord, RankEnd, hang, killed, root_cause
-from paceline.errors import CheckpointError, DataError, LoaderProcessError, SyncError
+from paceline.elastic.failure import ErrorRecord, RankEnd, hang, killed, lost_device, root_cause
+from paceline.errors import CheckpointError, DataError, LoaderProcessError, SyncError, note_xids
 from paceline.wire.status import Phase, RankStatus
 
 
@@ -39,6 +40,20 @@ def caught(error: BaseException, cause: BaseException | None = None) -> ErrorRec
         raise error from cause
     except BaseException as raised:  # noqa: BLE001 - as the rank does
         return ErrorRecord.of(raised, 0)
+
+
+@pytest.mark.parametrize(
+    ("xids", "what"), [([], ""), ([13], ""), ([79], "lost"), ([31, 48], "memory"), ([94, 94], "memory")]
+)
+def test_an_xid_of_the_hardware_names_what_has_failed_and_is_shown(xids: list[int], what: str) -> None:
+    error = torch.AcceleratorError("CUDA error: unspecified launch failure\nPass TORCH_USE_CUDA_DSA=1.")
+    note_xids(error, xids)
+    found = caught(error)
+    assert found.device == what
+    if what:
+        shown = lost_device(end(0, 1, record=found))
+        assert all(str(xid) in shown for xid in xids)
+        assert "\n" not in shown
 
 
 @given(st.permutations(range(4)), st.permutations([1.0, 2.0, 3.0, 4.0]))

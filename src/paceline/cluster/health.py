@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from paceline.device import CPU, nvidia_uuid
+from paceline.errors import HARDWARE_XIDS
 from paceline.units import bandwidth, count, flops, ratio
 
 if TYPE_CHECKING:
@@ -237,8 +238,6 @@ _THROTTLED: dict[int, tuple[Level, str]] = {
     0x80: ("problem", "power brake"),
     0x20: ("note", "too hot, slowed by the driver"),
 }
-# errors of the hardware; most other XIDs are errors of programs (docs.nvidia.com/deploy/xid-errors)
-_HARDWARE_XIDS = {48, 62, 64, 74, 79, 92, 94, 95, 119, 120, 140, 143}
 
 
 def throttle_reasons(counters: Counters) -> list[tuple[Level, str]]:
@@ -265,7 +264,7 @@ def _counted(devices: Sequence[DeviceReading]) -> Iterator[HealthFinding]:
         if seen.rows_failed:
             text = f"{device.place} could not replace a faulty memory row"
             yield HealthFinding("device.rows_failed", "problem", rank, text, _REPLACE)
-        if xids := sorted(set(seen.xids or ()) & _HARDWARE_XIDS):
+        if xids := sorted(set(seen.xids or ()) & set().union(*HARDWARE_XIDS.values())):
             text = f"the kernel's log since boot has errors of {device.place}: XID {', '.join(map(str, xids))}"
             advice = "Restart the host if the device was not reset since then (docs.nvidia.com/deploy/xid-errors)."
             yield HealthFinding("device.xid", "note", rank, text, advice)

@@ -11,6 +11,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
@@ -29,6 +30,7 @@ _CALL_S = 0.008  # minimum duration of a measurement, so that clock resolution a
 _BUDGET_S, _REPEATS = 0.25, 5
 _LARGEST = 16384  # number of rows and of columns of a matrix
 _SMALLEST_COPY_BYTES = 2**26
+_XID_WAIT_MS = 100  # the driver may report an XID some time after the error of the device
 
 
 @dataclass(frozen=True)
@@ -363,6 +365,7 @@ class Telemetry:
     def __init__(self, nvml: Any, handle: Any) -> None:
         self._nvml, self._handle = nvml, handle
         self.energy = gpu_energy(nvml, handle)
+        self._events: Any = None
 
     def other_processes(self) -> list[tuple[int, int]]:
         """Return the other processes that hold memory of the GPU, each with its bytes.
@@ -376,6 +379,21 @@ class Telemetry:
             return []
         held = {int(process.pid): int(process.usedGpuMemory or 0) for process in found}
         return sorted(held.items()) if held.pop(os.getpid(), None) is not None else []
+
+    def watch_xids(self) -> None:
+        """Collect the XID errors of the GPU from now on."""
+        nvml = self._nvml
+        with suppress(nvml.NVMLError):
+            self._events = nvml.nvmlEventSetCreate()
+            nvml.nvmlDeviceRegisterEvents(self._handle, nvml.nvmlEventTypeXidCriticalError, self._events)
+
+    def xids(self) -> list[int]:
+        """Return the XID errors since the last call, or since `watch_xids`."""
+        found: list[int] = []
+        with suppress(self._nvml.NVMLError):  # a time-out after the last error
+            while self._events is not None:
+                found.append(int(self._nvml.nvmlEventSetWait_v2(self._events, _XID_WAIT_MS).eventData))
+        return found
 
     def percent(self) -> int | None:
         """Return the percentage of the time in which the GPU computed; None if unknown."""

@@ -320,7 +320,9 @@ def lost_device(end: RankEnd) -> str:
     """Describe a rank whose accelerator has failed."""
     assert end.record is not None
     what = "lost its device" if end.record.device == "lost" else "found an uncorrectable error of its device"
-    return f"{_who(end)} {what} in {_where(end.status)}: {end.record.message.splitlines()[0].rstrip('.')}"
+    first, *others = end.record.message.splitlines()
+    lines = [first.rstrip("."), *(line for line in others if " XID " in line)]
+    return f"{_who(end)} {what} in {_where(end.status)}: {'; '.join(lines)}"
 
 
 def _killed(end: RankEnd, *, serves: bool = False) -> str:

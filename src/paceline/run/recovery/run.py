@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import gc
 import time
-from contextlib import closing, suppress
+from collections.abc import Iterator
+from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 
+import torch
+
+from paceline.cluster.probe import telemetry_of
 from paceline.comm import Group
 from paceline.comm.backend import joined
 from paceline.comm.links import GroupLinks
 from paceline.comm.process_group import abort_all
+from paceline.device import is_accelerator
 from paceline.elastic.membership import Member, Start, StepBoundary
 from paceline.elastic.place import is_mirrored
 from paceline.engine.engine import RankEngine
-from paceline.errors import CheckpointError
+from paceline.errors import CheckpointError, device_fault, note_xids
 from paceline.run.build import check_device, seed_all
 from paceline.run.loop import Loop
 from paceline.run.out_of_memory import shortage_explained
@@ -93,7 +98,7 @@ class Trainee:
 
     def train(self, group: Group) -> bool:
         """Train as one rank of a generation's group; return True if the run has ended."""
-        with shortage_explained(group.device, lambda: self.engine):
+        with shortage_explained(group.device, lambda: self.engine), _xids_noted(group.device):
             return self._train_generation(group)
 
     def _train_generation(self, group: Group) -> bool:
@@ -197,3 +202,17 @@ class Trainee:
     def note_signal(self, name: str) -> None:
         """Record a signal, so that it stops the run in the next generation."""
         self.signal = name
+
+
+@contextmanager
+def _xids_noted(device: torch.device) -> Iterator[None]:
+    """Add the driver's XIDs to an error of the device, because CUDA's text often does not name the cause."""
+    telemetry = telemetry_of(device) if is_accelerator(device) else None
+    if telemetry is not None:
+        telemetry.watch_xids()
+    try:
+        yield
+    except Exception as error:
+        if telemetry is not None and device_fault(error):
+            note_xids(error, telemetry.xids())
+        raise
