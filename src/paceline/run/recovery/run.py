@@ -206,7 +206,10 @@ class Trainee:
 
 @contextmanager
 def _xids_noted(device: torch.device) -> Iterator[None]:
-    """Add the driver's XIDs to an error of the device, because CUDA's text often does not name the cause."""
+    """Add the driver's XIDs to an error of the device.
+
+    CUDA's own text often does not name the cause.
+    """
     telemetry = telemetry_of(device) if is_accelerator(device) else None
     if telemetry is not None:
         telemetry.watch_xids()
