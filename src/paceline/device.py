@@ -105,6 +105,15 @@ def use(local_rank: int) -> torch.device:
     return torch.device(kind, local_rank)
 
 
+def warm_up(device: torch.device) -> None:
+    """Create the context of an accelerator in this process, and load the libraries of its first operations."""
+    import torch
+
+    if is_accelerator(device):
+        ones = torch.ones(8, 8, device=device)
+        torch.cat([ones, ones @ ones]).sum().item()
+
+
 def is_accelerator(device: torch.device) -> bool:
     """Return True if the host queues work on the device without waiting for results."""
     return device.type not in (CPU, "meta")

@@ -47,6 +47,10 @@ class Kept:
     undo: StepUndo
     ready = needs_all = False
 
+    def prepare(self, job: Job, plan: Plan) -> None:
+        """Do what a new process can do before other ranks wait for it."""
+        import paceline.engine.split_model  # noqa: F401 - loads FSDP2 and the pipelines
+
     def engine(self, job: Job, plan: Plan, data: DataSets, group: Group, *, begins: bool) -> RankEngine:
         """Build a generation's engine; all its ranks call this.
 
@@ -92,8 +96,11 @@ class KeptModel(Kept):
         # outer state of the sync rule, if replicas take local steps
         self._outer: dict[str, Tensor] = {}
 
+    def prepare(self, job: Job, plan: Plan) -> None:
+        self.build(job, plan)
+
     def build(self, job: Job, plan: Plan) -> nn.Module:
-        """Build the model early, before other ranks wait for this rank."""
+        """Build the model, and keep it."""
         self._model = model = cast("nn.Module", built(job, plan))
         self.undo = StepUndo(model)
         return model

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
@@ -15,11 +16,12 @@ from paceline.comm import Group
 from paceline.comm.backend import joined
 from paceline.comm.links import GroupLinks
 from paceline.comm.process_group import abort_all
-from paceline.device import is_accelerator
+from paceline.device import is_accelerator, use, warm_up
 from paceline.elastic.membership import Member, Start, StepBoundary
 from paceline.elastic.place import is_mirrored
 from paceline.engine.engine import RankEngine
 from paceline.errors import CheckpointError, device_fault, note_xids
+from paceline.rank_environment import LOCAL_RANK
 from paceline.run.build import check_device, seed_all
 from paceline.run.loop import Loop
 from paceline.run.out_of_memory import shortage_explained
@@ -84,12 +86,11 @@ class Trainee:
         self.engine: RankEngine | None = None
         if member is not None and is_mirrored(run.plan):
             self.kept = Mirror(run.job.checkpoint.memory_every_steps)
-        elif run.plan.splits:
-            self.kept = KeptPart()
         else:
-            self.kept = model = KeptModel()
-            if member is not None and not member.is_awaited():
-                model.build(run.job, run.plan)
+            self.kept = KeptPart() if run.plan.splits else KeptModel()
+        if member is not None and not member.is_awaited():
+            warm_up(use(int(os.environ.get(LOCAL_RANK, 0))))
+            self.kept.prepare(run.job, run.plan)
         self.data = run.job.data.build(input_shape=run.job.model.input_shape(), seed=run.job.seed)
         self.boundary = StepBoundary()
         self.links: GroupLinks | None = None
