@@ -47,20 +47,30 @@ def divide(
     settings: Settings,
     *,
     loaded: Collection[str] = (),
+    inseparable: Mapping[str, str] | None = None,
 ) -> Split:
     """Return this rank's part of a model, for the batches that `loader` yields.
 
     If the model has weights, the weights are moved into the parts. The parameters of a `DeferredModel` that `loaded`
     names stay unset.
+
+    Args:
+        inseparable: `Split.inseparable` of an earlier division of this model, which then need not be tried again.
     """
     recorded = deferred_from(model) if isinstance(model, nn.Module) else model
-    split = without_memory(recorded, plan, mesh, loader, loss, settings)
+    split = without_memory(recorded, plan, mesh, loader, loss, settings, inseparable)
     split.allocate(recorded, loaded=loaded)
     return split
 
 
 def without_memory(
-    recorded: DeferredModel, plan: Plan, mesh: Mesh, loader: Loader, loss: Loss, settings: Settings
+    recorded: DeferredModel,
+    plan: Plan,
+    mesh: Mesh,
+    loader: Loader,
+    loss: Loss,
+    settings: Settings,
+    inseparable: Mapping[str, str] | None = None,
 ) -> Split:
     """Return this rank's part of a model without memory; `Split.allocate` allocates it later."""
     precision = plan.precision or settings.precision
@@ -76,7 +86,7 @@ def without_memory(
             plan=plan,
             name=limited,
         )
-    refused = _refused_by_undivided(recorded.model, example, loss)
+    refused = _refused_by_undivided(recorded.model, example, loss) if inseparable is None else None
     head = None if refused is not None else head_in(recorded.model, loader, loss, plan, precision, example)
     remarks: list[str] = []
     if precision == "fp8":
@@ -84,7 +94,8 @@ def without_memory(
 
         remarks.append(float8.mark(recorded.model, mesh.world.device))
     try:
-        made = Split(recorded, plan, mesh, example, partial(call, loss=loss), precision=precision)
+        compute = partial(call, loss=loss)
+        made = Split(recorded, plan, mesh, example, compute, precision=precision, inseparable=inseparable)
     except Exception as error:
         if refused is not None:
             raise refused from error

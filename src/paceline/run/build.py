@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -95,18 +95,21 @@ def build_engine(
     optimizer: torch.optim.Optimizer | None = None,
     *,
     goes_on: bool = False,
+    inseparable: Mapping[str, str] | None = None,
 ) -> RankEngine:
     """Build this rank's engine for a job, from an existing model.
 
     Args:
         optimizer: optimizer of a whole model that an earlier generation of the run trained; None makes a new one.
         goes_on: whether the model continues from an earlier generation; if not, it begins with the job's weights.
+        inseparable: `Split.inseparable` if this process has already divided the model.
 
     Raises:
         PlanError: the plan cannot divide this model, or its number of ranks differs from the group's.
     """
     mesh = Mesh.of(plan, group)
-    return _engine(job, plan, model, mesh, loader_of(job, mesh, data, plan.num_workers), optimizer, goes_on=goes_on)
+    loader = loader_of(job, mesh, data, plan.num_workers)
+    return _engine(job, plan, model, mesh, loader, optimizer, goes_on=goes_on, inseparable=inseparable)
 
 
 def _engine(
@@ -118,6 +121,7 @@ def _engine(
     optimizer: torch.optim.Optimizer | None = None,
     *,
     goes_on: bool = False,
+    inseparable: Mapping[str, str] | None = None,
 ) -> RankEngine:
     loss = job.loss.build()
     settings = settings_of(job)
@@ -133,7 +137,7 @@ def _engine(
         from paceline.engine.split_model import divide
 
         loaded = list(source or ()) if begins else [name for several in names.values() for name in several]
-        split = divide(model, plan, mesh, loader, loss, settings, loaded=loaded)
+        split = divide(model, plan, mesh, loader, loss, settings, loaded=loaded, inseparable=inseparable)
         if source is not None:
             quantizing = QuantizingSource(source, split.quantized)
             load_weights({**split.parameters, **split.named_buffers()}, split.parts, quantizing)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ from paceline.split.activation_offload import offload_activations
 from paceline.split.context_parallel import Context, divide_context
 from paceline.split.deferred_init import DeferredModel, allocate
 from paceline.split.expert import divide_experts, refuse_other_readers
-from paceline.split.fsdp import FullySharded, inseparable, refuse_writes, watched
+from paceline.split.fsdp import FullySharded, inseparable_blocks, refuse_writes, watched
 from paceline.split.layout import (
     Part,
     Parts,
@@ -50,6 +50,9 @@ class Split:
 
     A split starts from a model without memory (`DeferredModel`) and allocates only this rank's part.
 
+    Args:
+        inseparable: the attribute of an earlier split of the same model, which this split then need not find again.
+
     Attributes:
         mesh: all ranks as a grid, with this rank's coordinate.
         example: a microbatch in the model's input format.
@@ -62,12 +65,21 @@ class Split:
             the shards of FSDP2.
         divided: the parameters of the modules, which are DTensors if FSDP2 shards them.
         head: the output head, if its loss may be computed in chunks; set by the engine.
+        inseparable: blocks that FSDP2 gathers together with the remainder of the model, with reasons.
         report: lines of text that describe each division.
         remarks: those that belong into the run's record, set by the engine.
     """
 
     def __init__(
-        self, deferred: DeferredModel, plan: Plan, mesh: Mesh, example: Batch, call: Call, *, precision: str
+        self,
+        deferred: DeferredModel,
+        plan: Plan,
+        mesh: Mesh,
+        example: Batch,
+        call: Call,
+        *,
+        precision: str,
+        inseparable: Mapping[str, str] | None = None,
     ) -> None:
         self.plan, self.mesh, self.example = plan, mesh, example
         self.report: list[str] = [deferred.note] if deferred.note else []
@@ -86,7 +98,8 @@ class Split:
         refuse_kept_parameters(model)
         hooked, parts = hooked_parameters(model), dict(self.parts)
         self.quantized = formats_of(model)
-        self._divide(model, example, call)
+        self.inseparable: dict[str, str] = {}
+        self._divide(model, example, call, inseparable)
         self.modules: list[nn.Module] = [model] if self.pipeline is None else self.pipeline.stages
         quantize(self.modules, self.quantized, self.parts, plan)
         if precision == "fp8":
@@ -115,7 +128,7 @@ class Split:
         self.parameters = {name: _held(p) for name, p in self.divided.items()}
         self._sums = self._summed_together()
 
-    def _divide(self, model: nn.Module, example: Batch, call: Call) -> None:
+    def _divide(self, model: nn.Module, example: Batch, call: Call, inseparable: Mapping[str, str] | None) -> None:
         plan, mesh = self.plan, self.mesh
         if plan.ep > 1:
             refuse_other_readers(model, plan, example, call)
@@ -133,20 +146,20 @@ class Split:
             self.pipeline = Pipeline(model, self.parts, plan, mesh.group("pp"), example, call, device=mesh.world.device)
             self.report += self.pipeline.lines
         if plan.fsdp > 1:
-            self._together = self._gathered_together(model, example, call)
+            found = self._gathered_together(model, example, call) if inseparable is None else inseparable
+            self.inseparable.update(found)
+            gathered = "is gathered together with the remainder of the model"
+            self.report += [f"fsdp: {name} {gathered}: {reason}" for name, reason in found.items()]
 
-    def _gathered_together(self, model: nn.Module, example: Batch, call: Call) -> set[str]:
+    def _gathered_together(self, model: nn.Module, example: Batch, call: Call) -> dict[str, str]:
         if self.pipeline is None:
             trace, observed = watched(model, example, call, self.mesh.world.device)
         elif self.pipeline.trace is not None:
             trace, observed = self.pipeline.trace, self.pipeline.trace.observed
         else:
-            return set()
+            return {}
         refuse_writes(observed)
-        found = inseparable(find_blocks(model), trace, observed)
-        gathered = "is gathered together with the remainder of the model"
-        self.report += [f"fsdp: {name} {gathered}: {reason}" for name, reason in found.items()]
-        return set(found)
+        return inseparable_blocks(find_blocks(model), trace, observed)
 
     def _refuse_beside_whole_tokens(self, context: Context) -> None:
         """Raise an error if a split of the plan does not support replicated tokens."""
@@ -194,7 +207,7 @@ class Split:
             named = [(name, m) for module in self.modules for name, m in module.named_modules() if m in blocks]
             self.fully = FullySharded(
                 self.modules,
-                [block for name, block in named if name not in self._together],
+                [block for name, block in named if name not in self.inseparable],
                 self._named(model),
                 self.parts,
                 self.mesh.devices("fsdp"),

@@ -354,7 +354,7 @@ def refuse_writes(observed: Observed) -> None:
         )
 
 
-def inseparable(blocks: Sequence[str], trace: ForwardTrace | None, observed: Observed) -> dict[str, str]:
+def inseparable_blocks(blocks: Sequence[str], trace: ForwardTrace | None, observed: Observed) -> dict[str, str]:
     """Map blocks that must be gathered with the remainder of the model to reasons."""
     if observed.differentiates:
         return dict.fromkeys(blocks, "the forward pass runs autograd itself")

@@ -159,6 +159,7 @@ class KeptPart(Kept):
     def __init__(self) -> None:
         self.state: RankState | None = None
         self._reduced: _Reduced | None = None
+        self._inseparable: dict[str, str] | None = None  # see `Split.inseparable`
 
     @property
     def ready(self) -> bool:  # type: ignore[override]
@@ -169,7 +170,10 @@ class KeptPart(Kept):
             self.state = self._reduced = None
             engine = begin_engine(job, plan, data, group)
         else:
-            engine = build_engine(job, plan, built(job, plan), data, group, goes_on=True)
+            inseparable = self._inseparable
+            engine = build_engine(job, plan, built(job, plan), data, group, goes_on=True, inseparable=inseparable)
+        assert engine.split is not None
+        self._inseparable = engine.split.inseparable
         self.undo = StepUndo(engine.model)
         return engine
 
