@@ -106,7 +106,7 @@ def use(local_rank: int) -> torch.device:
 
 
 def warm_up(device: torch.device) -> None:
-    """Create the context of an accelerator in this process, and load the libraries of its first operations."""
+    """Create an accelerator's context, and load the libraries of its first operations."""
     import torch
 
     if is_accelerator(device):
