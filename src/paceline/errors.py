@@ -412,9 +412,9 @@ _DEVICE_FAULTS = {
     "lost": ("fallen off the bus", "device is lost", "GPU is lost", "no CUDA-capable device", "busy or unavailable"),
     "memory": ("uncorrectable ECC", "uncorrectable NVLink", "hardware stack error", "hardware error"),
 }
-# numbers of XID errors, which NVIDIA's driver reports, by what has failed (docs.nvidia.com/deploy/xid-errors). Most
-# other XIDs are errors of programs.
 _XIDS = "the driver reports XID "
+# XIDs (error numbers of NVIDIA's driver) of failed hardware, by what has failed (docs.nvidia.com/deploy/xid-errors).
+# Most other XIDs are errors of programs.
 HARDWARE_XIDS = {"lost": {62, 79, 119, 120, 143}, "memory": {48, 64, 74, 92, 94, 95, 140}}
 
 
@@ -435,7 +435,7 @@ def device_fault(error: BaseException) -> str | None:
 
 
 def note_xids(error: BaseException, xids: Collection[int]) -> None:
-    """Add the XIDs that the driver reported with an error of a device."""
+    """Add the driver's XIDs to an error of a device, as a note."""
     if xids:
         error.add_note(f"{_XIDS}{', '.join(map(str, sorted(set(xids))))}")
 

@@ -79,7 +79,10 @@ class Steep(nn.Module):
 
 
 class KilledInStep(torch.optim.SGD):
-    """Rank 0 is killed in step `at`, whose gradients all ranks have; `again` is a file that it makes before."""
+    """SGD that kills rank 0 once, in step `at`, after all ranks have the gradients.
+
+    The file `again` marks the kill.
+    """
 
     def __init__(self, parameters: Any, lr: float, at: int, again: str) -> None:
         super().__init__(parameters, lr)

@@ -68,7 +68,7 @@ def loses_a_peer(folder: str, blocked: str) -> None:
 
     def watch() -> None:
         end = select.poll()
-        with suppress(ProcessLookupError):  # it has ended and was reaped
+        with suppress(ProcessLookupError):  # the peer has ended and was reaped
             end.register(os.pidfd_open(pids[2]), select.POLLIN)
             end.poll(20_000)
         blocks.wait(20)

@@ -105,7 +105,7 @@ def test_a_killed_rank_costs_no_step_and_survivors_keep_their_process(
         "dp=3 compress=powersgd:2",
     ],
 )
-def test_replicas_that_differ_or_compress_what_they_send_are_replaced(
+def test_a_killed_rank_with_local_steps_or_compression_is_replaced(
     plan: str, job: Path, undisturbed: dict[int, float], devices: Callable[..., None], tmp_path: Path
 ) -> None:
     devices()
@@ -127,7 +127,7 @@ def test_replicas_that_differ_or_compress_what_they_send_are_replaced(
     assert mean(found[step] for step in late) == pytest.approx(mean(undisturbed[step] for step in late), abs=0.15)
 
 
-def test_the_record_has_steps_of_a_killed_rank_whose_times_it_did_not_know_yet(
+def test_a_step_whose_times_were_unknown_when_its_rank_was_killed_stays_in_the_record(
     devices: Callable[..., None], tmp_path: Path
 ) -> None:
     devices()

@@ -252,8 +252,8 @@ def load_job(named: str, changes: list[str] | None = None) -> Job:
 def start_on(hosts: str | None, cluster: str | None = None, spares: int = 0) -> None:
     """Run this command on the named hosts, if any, and exit with its exit code.
 
-    With `spares`, the hosts are checked first, and this number of hosts is left out. The healthy hosts among these
-    replace hosts that leave the run or are lost.
+    With `spares`, the hosts are checked first, and this number of hosts is left out as spares. Healthy spares replace
+    hosts that leave the run or are lost, except host 0.
 
     Without hosts, if a user without root rights names an emulated cluster, this process gets the required rights.
 

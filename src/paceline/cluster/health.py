@@ -241,9 +241,9 @@ _THROTTLED: dict[int, tuple[Level, str]] = {
 
 
 def throttle_reasons(counters: Counters) -> list[tuple[Level, str]]:
-    """Return why the device lowers its clock, with the level of each reason.
+    """Return the reasons for a lowered clock, each with its level.
 
-    The list is empty if the clock is not lowered, or if the reasons are unknown.
+    The list is empty if the clock is not lowered, if it is lowered on purpose, or if the reasons are unknown.
     """
     return [reason for bit, reason in _THROTTLED.items() if (counters.throttle or 0) & bit]
 

@@ -390,7 +390,7 @@ class Telemetry:
     def xids(self) -> list[int]:
         """Return the XID errors since the last call, or since `watch_xids`."""
         found: list[int] = []
-        with suppress(self._nvml.NVMLError):  # a time-out after the last error
+        with suppress(self._nvml.NVMLError):  # the wait times out after the last error
             while self._events is not None:
                 found.append(int(self._nvml.nvmlEventSetWait_v2(self._events, _XID_WAIT_MS).eventData))
         return found

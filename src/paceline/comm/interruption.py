@@ -5,7 +5,7 @@ wait may never end, and raise no error. A thread therefore watches the generatio
 thread aborts the process groups of torch's collective library. The device then finishes the queued work. The process
 keeps the device's context and memory. Results of aborted collectives are undefined. Code that reads a result from the
 device therefore calls `wire/status.py:refuse_aborted` before it uses the result. Code that uses a result on the device
-calls `settle` first.
+without reading the result calls `settle` first.
 """
 
 from __future__ import annotations

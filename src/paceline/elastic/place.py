@@ -240,8 +240,9 @@ def recovers_in_place(job: Job, plan: Plan, cluster: Cluster) -> bool:
     There are three conditions. First, the state of a lost rank must exist elsewhere. For this, the plan needs either
     one replica whose parts are copied to other ranks, or several replicas. Several replicas must be equal after every
     step, or be undivided and use one of paceline's sync rules. Second, waits for other ranks must end when a rank is
-    lost. Waits in paceline's transports do so, and collectives on accelerators are aborted. Paceline's own rules do not
-    use undefined results of aborted collectives. Third, the samples must be divisible among any number of replicas.
+    lost. Waits in paceline's transports do so, and collectives on accelerators are aborted. Results of aborted
+    collectives are undefined, so accelerators need one of paceline's sync rules, which discard such results. Third, the
+    samples must be divisible among any number of replicas.
 
     Raises:
         LaunchError: `PACELINE_RECOVERY` is neither on nor off.

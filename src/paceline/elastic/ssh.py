@@ -3,7 +3,7 @@
 The starter makes a key for the run. The starter is not a host process itself: ssh starts the host processes on other
 machines. If the user names this machine as well, the starter also starts a host process here. Each host process runs
 this module, whose `main` runs the command. The starter forwards signals to host 0, which coordinates, and returns the
-exit code of host 0. If another host leaves or is lost, the starter starts the command on a spare host, if any.
+exit code of host 0. If another host leaves or is lost, the starter starts the command on the next spare host.
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ _SENT_AS_WELL = ("OMP_NUM_THREADS",)
 _START_S = 60.0  # time for the connection, the login and the start of Python
 # time for the other hosts to end after host 0 has failed; the same after host 0 is done
 _DISMISS_S, _LAST_FILES_S = 5.0, 60.0
-_REPLACE_S = 2.0  # time for host 0 to end after another host has ended; if it goes on, a spare host replaces the other
+# time from the failure of another host to its replacement; if host 0 ends within this time, the run has ended
+_REPLACE_S = 2.0
 _TERMINATE_S = 3.0  # time from the end of a command's input to SIGKILL, once all hosts had time to save
 _LINE_LIMIT = 2**16
 _SSH_FAILED = 255  # exit code of ssh if ssh itself fails
@@ -62,7 +63,7 @@ def run_on_hosts(hosts: Sequence[NamedHost], arguments: Sequence[str], spares: S
     """Run `python ARGUMENTS…` on every host. Return the exit code of host 0.
 
     Args:
-        spares: hosts that replace other hosts than host 0 if these leave the run or are lost.
+        spares: hosts that replace hosts that leave the run or are lost, except host 0.
 
     Raises:
         LaunchError: a host cannot be reached, or cannot start the program.
@@ -165,10 +166,10 @@ class _HostCommand:
         return False  # output of the login shell
 
     def check(self) -> None:
-        """Report once if the connection was lost after the command has begun.
+        """Report once if the connection was lost after the command had begun.
 
         Raises:
-            LaunchError: the command did not begin. If the host is a spare, this is only reported.
+            LaunchError: the command did not begin. If the host is a spare, the error is printed instead.
         """
         code, output = self.process.poll(), (self.process.stdout, self.process.stderr)
         if code is not None:
@@ -191,7 +192,7 @@ class _HostCommand:
 
     @property
     def has_failed(self) -> bool:
-        """True if the command ended some time ago, but not because the run has ended."""
+        """True if the command ended with an error more than `_REPLACE_S` seconds ago."""
         return self.process.returncode not in (None, 0) and time.monotonic() > self._ended_at + _REPLACE_S
 
     def _refuse(self, problem: LaunchError) -> None:
@@ -227,17 +228,17 @@ class _HostCommand:
 
 
 class _Spares:
-    """Hosts that take the places of hosts that have left or were lost.
+    """Spare hosts, which replace hosts that have left or were lost.
 
     Args:
-        start: function that starts the command on a spare host under the number of the host that it replaces.
+        start: function that starts the command on a spare host, with the number of the replaced host.
     """
 
     def __init__(self, hosts: Sequence[NamedHost], start: Callable[[NamedHost, int, bool], _HostCommand]) -> None:
         self._hosts, self._start = list(hosts), start
 
     def replace_failed(self, started: list[_HostCommand], output: _Output) -> None:
-        """Replace hosts whose command has ended early. Host 0 cannot be replaced, because its end ends the run."""
+        """Replace hosts whose command has failed. Host 0 is never replaced, because its end ends the run."""
         if started[0].process.poll() is not None:
             return
         for number, command in enumerate(started[1:], 1):
@@ -303,7 +304,7 @@ class _Output:
         self._parts: dict[int, bytes] = {}
 
     def add(self, command: _HostCommand) -> None:
-        """Forward the output of a host as well."""
+        """Forward the output of another host."""
         for stream, to in ((command.process.stdout, 1), (command.process.stderr, 2)):
             if stream is not None:
                 self._selector.register(stream, selectors.EVENT_READ, (command, stream, to))

@@ -406,7 +406,7 @@ class LocalReduction(GradientReduction):
             loss, items, *sums = self._numbers(
                 [*self.signals.own(local), *(self.signals.sums(local) if everywhere else [])]
             )
-        if everywhere or self.split is not None:  # otherwise this rank has all results without other ranks
+        if everywhere or self.split is not None:  # otherwise no result comes from other ranks
             refuse_aborted()
         own = self.signals.scaled(loss, items)
         self.scale(own.rescale)

@@ -55,7 +55,8 @@ def divide(
     names stay unset.
 
     Args:
-        inseparable: `Split.inseparable` of an earlier division of this model, which then need not be tried again.
+        inseparable: `Split.inseparable` of an earlier division of this model. The undivided model is then not tried
+            again, and its blocks are not searched again.
     """
     recorded = deferred_from(model) if isinstance(model, nn.Module) else model
     split = without_memory(recorded, plan, mesh, loader, loss, settings, inseparable)

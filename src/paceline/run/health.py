@@ -89,7 +89,7 @@ def healthy_hosts(hosts: str, spares: int) -> tuple[list[NamedHost], list[NamedH
     Hosts that cannot be reached or have problems are left out first, then the last ones of the list.
 
     Returns:
-        All hosts but `spares` of them, and the healthy ones among those `spares`.
+        The hosts to train on, and the healthy spare hosts.
 
     Raises:
         LaunchError: the list of hosts is invalid.
@@ -112,9 +112,9 @@ def healthy_hosts(hosts: str, spares: int) -> tuple[list[NamedHost], list[NamedH
 
 
 def chosen_hosts(hosts: Sequence[NamedHost], bad: set[int], spares: int) -> tuple[list[NamedHost], list[NamedHost]]:
-    """Return the hosts to train on, and the healthy spares.
+    """Return the hosts to train on, and the healthy spare hosts.
 
-    The hosts to train on are the first ones without problems.
+    The hosts to train on are the first hosts without problems.
 
     Raises:
         ClusterError: more hosts than `spares` have problems.

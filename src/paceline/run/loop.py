@@ -90,8 +90,8 @@ class Loop:
         self.at_boundary: Callable[[], None] = lambda: None
         self.leaving = False
         self._last: StepInfo | None = None
-        # steps before `_last`, back to the last synchronization of replicas; at least one, because a lost rank may have
-        # kept the line of that step until it knew the step's times
+        # Steps before `_last`, back to the last synchronization of replicas, and at least one step. A rank writes the
+        # line of a step once the step's times are known, so a lost rank may not have written the line.
         self._before: list[StepInfo] = []
         self._acted = -1
         self._begun: _Begun | None = None  # the step whose numbers are not read yet

@@ -51,7 +51,7 @@ class Split:
     A split starts from a model without memory (`DeferredModel`) and allocates only this rank's part.
 
     Args:
-        inseparable: the attribute of an earlier split of the same model, which this split then need not find again.
+        inseparable: `inseparable` of an earlier split of the same model; None searches the blocks of this model.
 
     Attributes:
         mesh: all ranks as a grid, with this rank's coordinate.

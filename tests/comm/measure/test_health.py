@@ -29,7 +29,10 @@ def checked(fault: str = "", on_real_time: bool = False) -> HealthReport:
 
 
 def count_time(product_s: float = 1.0) -> None:
-    """Let only matrix products and readings of the clock take time, so that other work on the machine takes none."""
+    """Replace the clock with one that only matrix products and readings advance.
+
+    Other work on the machine then takes no time.
+    """
     exact, now_s = torch.mm, 0.0
 
     def mm(*args: Any, **kwargs: Any) -> torch.Tensor:

@@ -150,7 +150,7 @@ def test_a_host_whose_connection_is_lost_ends_and_is_named(ssh: str, tmp_path: P
     assert signals(tmp_path, 0) == "SIGTERM"
 
 
-def test_spare_hosts_replace_a_host_that_ends_early_in_turn(ssh: str, tmp_path: Path) -> None:
+def test_spare_hosts_replace_a_failed_host_one_after_another(ssh: str, tmp_path: Path) -> None:
     with starter(ssh, "localhost,b", "wait", tmp_path, spare=f"{STRANGER},c") as process:
         wait_until_all_run(2, process)
         first = told(tmp_path, 1)

@@ -66,7 +66,7 @@ def host_process(number: int, folder: Path) -> psutil.Process:
     raise AssertionError(f"there is no process of host {number}")
 
 
-def test_a_spare_host_takes_the_place_of_a_host_with_a_notice(ssh: str, tmp_path: Path) -> None:
+def test_a_spare_host_replaces_a_host_with_a_notice(ssh: str, tmp_path: Path) -> None:
     model, data = {"factory": f"{POINTS}:net"}, points(sleep_s=0.003)
     job = write_job(tmp_path / "job.yaml", model=model, data=data, stop={"steps": 100_000})
     arguments = ("train", job, "--plan", "dp=2", "--run", "run", "--hosts", "localhost:1,b:1,c:1", "--spares", "1")

@@ -407,7 +407,7 @@ def _own_place(hosts: Hosts) -> RankPlace:
 
 _NOTED_S = 10.0  # longest time for this process to notice the loss of a host that has already come back
 _LOOKED_S = 120.0
-_MAY_REPLACE = ("ssh",)  # launch engines that may start another machine in the place of a lost host
+_MAY_REPLACE = ("ssh",)  # launch engines that may start a spare host with the number of a lost host
 _CALL_S = 1.0  # seconds between two calls to lost hosts, and timeout of a call
 
 
@@ -415,8 +415,8 @@ class Readmission:
     """Context manager that readmits lost hosts inside its block.
 
     A host is refused if it was not lost, or was lost too often. A host is also refused if its name, version, clock or
-    data do not match the lost host, or if it has fewer devices. Its name may differ if `--hosts` has started it, which
-    puts spare hosts in the places of others. The refused host receives the reason, and the run continues.
+    data do not match the lost host, or if it has fewer devices. With `--hosts`, the name may differ, because a spare
+    host may replace the lost host. The refused host receives the reason, and the run continues.
 
     Args:
         place: launch place of this host, which coordinates.

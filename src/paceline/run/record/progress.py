@@ -318,7 +318,7 @@ def event_sentence(event: dict[str, Any]) -> str | None:
                 f"{1e3 * event['busy_s']:.3g} ms of work per step, {1e3 * event['others_busy_s']:.3g} ms on the others"
             )
             host = f" (host {event['host']})" if event["host"] else ""
-            found = [f"it lowers its clock ({reason})" for reason in event.get("lowers_clock", ())]
+            found = [f"its device lowers the clock ({reason})" for reason in event.get("lowers_clock", ())]
             if faults := sum(event.get("device", {}).values()):
                 found.append(f"a check of its device found {faults} wrong values: train without this device")
             return "; ".join(

@@ -48,7 +48,7 @@ class Kept:
     ready = needs_all = False
 
     def prepare(self, job: Job, plan: Plan) -> None:
-        """Do what a new process can do before other ranks wait for it."""
+        """Prepare a new process before other ranks wait for it."""
         import paceline.engine.split_model  # noqa: F401 - loads FSDP2 and the pipelines
 
     def engine(self, job: Job, plan: Plan, data: DataSets, group: Group, *, begins: bool) -> RankEngine:
