@@ -415,7 +415,7 @@ _DEVICE_FAULTS = {
 _XIDS = "the driver reports XID "
 # XIDs (error numbers of NVIDIA's driver) of failed hardware, by what has failed (docs.nvidia.com/deploy/xid-errors).
 # Most other XIDs are errors of programs.
-HARDWARE_XIDS = {"lost": {62, 79, 119, 120, 143}, "memory": {48, 64, 74, 92, 94, 95, 140}}
+HARDWARE_XIDS = {"lost": {62, 79, 119, 120, 143}, "memory": {48, 64, 74, 94, 95, 140}}
 
 
 def device_fault(error: BaseException) -> str | None:

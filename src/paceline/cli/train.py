@@ -21,7 +21,10 @@ def command(
     cluster: ClusterFile = None,
     hosts: Hosts = None,
     spares: Annotated[
-        int, typer.Option(min=0, help="Number of the --hosts to leave out: unhealthy ones first, then the last ones.")
+        int,
+        typer.Option(
+            min=0, help="Number of --hosts to leave out, unhealthy ones first; healthy ones replace lost hosts."
+        ),
     ] = 0,
     health: Annotated[
         bool, typer.Option("--health", help="Check the devices and links before the first step, which takes seconds.")

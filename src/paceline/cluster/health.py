@@ -240,6 +240,9 @@ _THROTTLED: dict[int, tuple[Level, str]] = {
 }
 
 
+_XIDS = {92, *HARDWARE_XIDS["lost"], *HARDWARE_XIDS["memory"]}  # 92: many corrected errors of the memory
+
+
 def throttle_reasons(counters: Counters) -> list[tuple[Level, str]]:
     """Return the reasons for a lowered clock, each with its level.
 
@@ -264,7 +267,7 @@ def _counted(devices: Sequence[DeviceReading]) -> Iterator[HealthFinding]:
         if seen.rows_failed:
             text = f"{device.place} could not replace a faulty memory row"
             yield HealthFinding("device.rows_failed", "problem", rank, text, _REPLACE)
-        if xids := sorted(set(seen.xids or ()) & set().union(*HARDWARE_XIDS.values())):
+        if xids := sorted(set(seen.xids or ()) & _XIDS):
             text = f"the kernel's log since boot has errors of {device.place}: XID {', '.join(map(str, xids))}"
             advice = "Restart the host if the device was not reset since then (docs.nvidia.com/deploy/xid-errors)."
             yield HealthFinding("device.xid", "note", rank, text, advice)
