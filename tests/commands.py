@@ -246,6 +246,14 @@ def processes_of(launcher: subprocess.Popen[str]) -> list[psutil.Process]:
     return psutil.Process(launcher.pid).children(recursive=True)
 
 
+def words_of(process: psutil.Process) -> list[str]:
+    """Return the command line of a process; empty if the process has ended."""
+    try:
+        return process.cmdline()
+    except psutil.Error:
+        return []
+
+
 def rank_of(process: psutil.Process) -> int | None:
     """The rank that a process is, by its title where it was forked, else by its environment; None where it is none."""
     try:

@@ -23,6 +23,7 @@ from commands import (
     processes_of,
     started,
     wait_for_step,
+    words_of,
     write_job,
 )
 from hosts import EmulatedHosts
@@ -60,7 +61,7 @@ def on_emulated_hosts(
 def emulated_host_processes(launcher: subprocess.Popen[str]) -> list[psutil.Process]:
     """Those of hosts 1, 2, …, without ones that have ended."""
     living = [process for process in processes_of(launcher) if is_alive(process)]
-    return [process for process in living if process.cmdline()[:1] == ["paceline host process"]]
+    return [process for process in living if words_of(process)[:1] == ["paceline host process"]]
 
 
 def is_alive(process: psutil.Process) -> bool:

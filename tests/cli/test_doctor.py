@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from commands import BIN, ended, in_a_process, processes_of, started, wait_for
+from commands import BIN, ended, in_a_process, processes_of, started, wait_for, words_of
 from paceline.cli.doctor import _show_collectives, _show_local
 from paceline.cluster.discover import discover
 from paceline.cluster.probe import ProbedSpeed
@@ -50,7 +50,7 @@ def test_a_healthy_machine_is_described_and_measured(tmp_path: Path) -> None:
 
 def test_ctrl_c_ends_it_at_once(tmp_path: Path) -> None:
     with started("paceline", "doctor", folder=tmp_path) as process:
-        wait_for(lambda: any("paceline.cluster.probe" in one.cmdline() for one in processes_of(process)), process)
+        wait_for(lambda: any("paceline.cluster.probe" in words_of(one) for one in processes_of(process)), process)
         process.send_signal(signal.SIGINT)
         assert ended(process, deadline_s=60).code == 130
 

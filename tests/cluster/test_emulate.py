@@ -17,6 +17,7 @@ from typing import Any
 import psutil
 import pytest
 
+from commands import words_of
 from hosts import namespaces_of
 from paceline.cluster.emulate import EmulatedHost, Emulation, enter_host
 from paceline.cluster.host import Emulate
@@ -128,7 +129,7 @@ def test_a_link_that_is_cut_drops_silently_and_connections_go_on_once_it_is_mend
 
 def test_a_cut_is_made_once_its_order_returns_however_late_the_relay_is() -> None:
     with Emulation(Emulate(hosts=2, delay_ms=1)) as emulation:
-        [keeper] = [child for child in psutil.Process().children() if "paceline.cluster.emulate" in child.cmdline()]
+        [keeper] = [child for child in psutil.Process().children() if "paceline.cluster.emulate" in words_of(child)]
         order = threading.Thread(target=emulation.cut, args=(1,))
         keeper.suspend()
         try:
@@ -143,7 +144,7 @@ def test_a_cut_is_made_once_its_order_returns_however_late_the_relay_is() -> Non
 
 def test_a_relay_that_died_cuts_nothing_and_says_so() -> None:
     with Emulation(Emulate(hosts=2, delay_ms=1)) as emulation:
-        [keeper] = [child for child in psutil.Process().children() if "paceline.cluster.emulate" in child.cmdline()]
+        [keeper] = [child for child in psutil.Process().children() if "paceline.cluster.emulate" in words_of(child)]
         keeper.kill()
         with raises(ClusterError, "emulate.link_failed", action="cut", host=1, reason="the relay died"):
             emulation.cut(1)

@@ -10,7 +10,18 @@ from typing import Any
 import psutil
 import pytest
 
-from commands import checkpoints, ended, events, losses, paceline, processes_of, started, wait_for_step, write_job
+from commands import (
+    checkpoints,
+    ended,
+    events,
+    losses,
+    paceline,
+    processes_of,
+    started,
+    wait_for_step,
+    words_of,
+    write_job,
+)
 from forked import python
 from paceline.cluster.cluster import Cluster
 from paceline.cluster.emulate import LinkBytes
@@ -91,7 +102,7 @@ with places_on(Cluster(emulate=Emulate(hosts=2, cpu={cpu})), 2) as places:
                 time.sleep(0.02)
             ranks_and_keeper = processes_of(process)
             if keeper == "killed":
-                [it] = [each for each in ranks_and_keeper if "paceline.cluster.emulate" in each.cmdline()]
+                [it] = [each for each in ranks_and_keeper if "paceline.cluster.emulate" in words_of(each)]
                 it.kill()
         finally:
             process.kill()
