@@ -20,7 +20,7 @@ from rich.progress import BarColumn, Progress, TextColumn
 from paceline.engine.meter import PARTS
 from paceline.files import LINE_LIMIT, opened_to_read
 from paceline.text import printable
-from paceline.units import clock, size
+from paceline.units import clock, count, size
 
 if TYPE_CHECKING:
     from paceline.engine.engine import StepResult
@@ -320,7 +320,7 @@ def event_sentence(event: dict[str, Any]) -> str | None:
             host = f" (host {event['host']})" if event["host"] else ""
             found = [f"its device lowers the clock ({reason})" for reason in event.get("lowers_clock", ())]
             if faults := sum(event.get("device", {}).values()):
-                found.append(f"a check of its device found {faults} wrong values: train without this device")
+                found.append(f"a check of its device found {count(faults, 'wrong value')}: train without this device")
             return "; ".join(
                 [
                     f"rank {event['rank']}{host} has taken {event['ratio']:.1f} times as long as the others since step "
@@ -337,7 +337,7 @@ def event_sentence(event: dict[str, Any]) -> str | None:
             faults = sum(event.get("device", {}).values())
             advice = "If this happens again, check the memory of that host"
             if faults:
-                advice = f"A check of its device found {faults} wrong values: train without this device"
+                advice = f"A check of its device found {count(faults, 'wrong value')}: train without this device"
             return (
                 f"step {event['step']}: rank {event['rank']} (host {event['host']}) had values of {tensors} "
                 f"that differ from most ranks; its state is now that of rank {event['healed_from']}. {advice}"
