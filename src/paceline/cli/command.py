@@ -291,7 +291,7 @@ def start_on(hosts: str | None, cluster: str | None = None, spares: int = 0) -> 
     if spares:
         from paceline.run.health import healthy_hosts
 
-        chosen, left_out = healthy_hosts(hosts, spares)
+        chosen, left_out = healthy_hosts(chosen, spares)
         shown = [", ".join(map(str, named)) or "none" for named in (chosen, left_out)]
         print(f"paceline: training on {shown[0]}; spare: {shown[1]}", file=sys.stderr, flush=True)
     raise typer.Exit(run_on_hosts(chosen, ["-m", "paceline", *_without_hosts(sys.argv[1:])], left_out))

@@ -238,8 +238,6 @@ _THROTTLED: dict[int, tuple[Level, str]] = {
     0x80: ("problem", "power brake"),
     0x20: ("note", "too hot, slowed by the driver"),
 }
-
-
 _XIDS = {92, *HARDWARE_XIDS["lost"], *HARDWARE_XIDS["memory"]}  # 92: many corrected errors of the memory
 
 

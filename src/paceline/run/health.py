@@ -16,7 +16,7 @@ from paceline.cluster.launch_engines import is_rank
 from paceline.elastic.attempt import places_on
 from paceline.elastic.forkserver import warm_up
 from paceline.elastic.run_on_ranks import run_on_ranks
-from paceline.elastic.ssh import NamedHost, read_hosts, ssh
+from paceline.elastic.ssh import NamedHost, ssh
 from paceline.errors import ClusterError
 
 _START_S = 240.0  # maximum time for the start of the ranks and all attempts
@@ -83,7 +83,7 @@ def refuse_unhealthy(report: HealthReport) -> list[str]:
     return [f"{finding.text}. {finding.advice}" for finding in report.findings]
 
 
-def healthy_hosts(hosts: str, spares: int) -> tuple[list[NamedHost], list[NamedHost]]:
+def healthy_hosts(named: Sequence[NamedHost], spares: int) -> tuple[list[NamedHost], list[NamedHost]]:
     """Check the hosts of `--hosts`, and choose the hosts to train on.
 
     Hosts that cannot be reached or have problems are left out first, then the last ones of the list.
@@ -92,11 +92,9 @@ def healthy_hosts(hosts: str, spares: int) -> tuple[list[NamedHost], list[NamedH
         The hosts to train on, and the healthy spare hosts.
 
     Raises:
-        LaunchError: the list of hosts is invalid.
         ClusterError: `spares` leaves no host to train on, the hosts could not be checked, or more hosts than `spares`
             have problems.
     """
-    named = read_hosts(hosts)
     if spares >= len(named):
         raise ClusterError(
             "health.only_spares",

@@ -11,7 +11,7 @@ import torch
 from hosts import Hosts
 from paceline.cluster.health import HealthReport
 from paceline.comm.backend import joined
-from paceline.comm.measure.health import check
+from paceline.comm.measure.health import check, device_faults
 from ranks import Ranks
 from simulated.environment import Simulated
 
@@ -103,6 +103,20 @@ def test_accelerators_are_checked_as_cores_are(simulated: Simulated, fault: str,
     assert [device.device for device in report.devices] == ["sim:0", "sim:1", "sim:2"]
     assert report.transport == "simccl"
     assert (code, (1,)) in found(report) if code else not found(report)
+
+
+def test_a_check_during_training_does_not_run_out_of_memory(simulated: Simulated) -> None:
+    [(enough, too_little)] = simulated.ranks(1, faults_beside_a_training, memory_bytes=2**30)
+    assert enough == {"wrong_numbers": 0, "wrong_words": 0}
+    assert too_little == {"wrong_numbers": 0}
+
+
+def faults_beside_a_training() -> tuple[dict[str, int], dict[str, int]]:
+    device = torch.device("sim", 0)
+    enough = device_faults(device)
+    torch.accelerator.empty_cache()
+    weights = torch.empty(2**30 - 2**26, dtype=torch.uint8, device=device)
+    return enough, device_faults(weights.device)
 
 
 @pytest.mark.needs_root

@@ -11,6 +11,7 @@ import hashlib
 import statistics
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 
 import torch
@@ -82,11 +83,14 @@ def check(group: Group, attempts: int = ATTEMPTS) -> HealthReport:
 def device_faults(device: torch.device) -> dict[str, int]:
     """Count wrong results and changed words in memory of one device.
 
-    Unlike `check`, this takes less than a second and needs no other rank.
+    Unlike `check`, this takes less than a second and needs no other rank. A count is missing if a training has left too
+    little memory for its check.
     """
-    dtypes = dict.fromkeys((torch.float32, _dtype(device)))
-    _, wrong_words = _memory(device, 1, most=_MOST_OF_A_CORE)
-    return {"wrong_numbers": sum(_wrong(device, dtype) for dtype in dtypes), "wrong_words": wrong_words}
+    dtypes, found = dict.fromkeys((torch.float32, _dtype(device))), dict[str, int]()
+    with suppress(torch.OutOfMemoryError):
+        found["wrong_numbers"] = sum(_wrong(device, dtype) for dtype in dtypes)
+        found["wrong_words"] = _memory(device, 1, most=_MOST_OF_A_CORE)[1]
+    return found
 
 
 def _readings(group: Group) -> tuple[list[DeviceReading], list[LinkReading]]:
