@@ -133,6 +133,16 @@ HAI_LLM = Framework(
 )
 DEEPSPEED = Framework(FrameworkProfile("DeepSpeed", kernels=2.0, stops_early=False))
 FSDP = Framework(FrameworkProfile("FSDP", kernels=1.5), full=True, shards="zero3", sequence=True)
+# Sums of gradients are all-reduced in fp32 after the last backward pass, with ZeRO-1 too; only the update is sharded
+# (nanotron, `sync_gradients_across_dp` and `get_fp32_accum_hook`)
+NANOTRON = Framework(
+    FrameworkProfile(
+        "nanotron", kernels=2.0, vector=2.0, overlaps_gradients=False, overlaps_parameters=False, sums_gradients=True
+    ),
+    gradient_bytes=4.0,
+    sync_bytes=4.0,
+    order=MEGATRON_ORDER,
+)
 COMPOSER = Framework(FrameworkProfile("Composer FSDP", kernels=1.5), full=True)
 TORCHTITAN = Framework(
     FrameworkProfile("torchtitan", kernels=2.0, vector=2.2, keeps="half"),
@@ -184,6 +194,7 @@ FRAMEWORKS = (
     HAI_LLM,
     DEEPSPEED,
     FSDP,
+    NANOTRON,
     COMPOSER,
     TORCHTITAN,
     TORCHTITAN_COMPILED,

@@ -289,6 +289,10 @@ def _stated(cells: Cells, others: Sequence[Cells], tp: int, stages: int) -> Dime
     if width or hidden % heads:
         base["head_dim"] = int(width[2]) if width else -(-hidden // heads)
     gated = bool(_GATED.search(notes))
+    alike = re.search(r"\b(un)?tied?[ -]+(\w+[ -]+){0,2}embeddings", notes, re.IGNORECASE)
+    tied = not (alike[1] if alike else re.search(r"untied|llama|maxtext", notes, re.IGNORECASE))
+    # models with gates have rotary positions
+    shape: Mapping[str, bool] = {"gated": gated, "tied": tied, "positions": not gated}
     parameters = number(cells.get("n_params", ""))
     layers = _depth(cells)
     if layers is None:
@@ -302,12 +306,11 @@ def _stated(cells: Cells, others: Sequence[Cells], tp: int, stages: int) -> Dime
         wide = re.search(r"moe-ffn-hidden-size=(\d+)", notes)
         base |= {"expert_ffn": int(wide[1])} if wide else {}
     elif parameters and number(cells.get("ffn", "")):
-        gated = _gated_by_size(base, layers, parameters, gated)
+        shape = _shape_by_size({"layers": layers, **base}, parameters, shape, free=not alike)
     return _checked(
         {
             "layers": layers,
-            "gated": gated,
-            "tied": not re.search(r"untie-embeddings|untied|llama|maxtext", notes, re.IGNORECASE),
+            **shape,
             "causal": not re.search(r"bert|t5|vit", cells["model"], re.IGNORECASE),
             "dropout": not _MODERN.search(f"{cells.get('framework', '')} {cells.get('gpu', '')}"),
             **base,
@@ -317,13 +320,24 @@ def _stated(cells: Cells, others: Sequence[Cells], tp: int, stages: int) -> Dime
     )
 
 
-def _gated_by_size(base: Mapping[str, Any], layers: int, parameters: float, likely: bool) -> bool:
-    """True if three matrices per feed-forward part match the stated parameters better than two."""
+def _shape_by_size(
+    base: Mapping[str, Any], parameters: float, likely: Mapping[str, bool], *, free: bool
+) -> Mapping[str, bool]:
+    """Choose gated, tied and learned positions by a model's number of parameters.
 
-    def off(gated: bool) -> float:
-        return abs(transformer(_checked({"layers": layers, "gated": gated, **base})).parameters / parameters - 1)
-
-    return likely if abs(off(True) - off(False)) < 0.02 else off(True) < off(False)
+    Args:
+        parameters: the stated number. A rounded number decides only about gates, which change it the most.
+        likely: the values by the model's name, which are kept if they match about as well.
+        free: False if `tied` is stated.
+    """
+    tolerance = 0.02 if parameters % 1e6 == 0 else 0.001
+    open_to = ("gated",) if tolerance > 0.01 else (*(("tied",) if free else ()), "positions", "gated")
+    choices = [dict(likely)]
+    for name in open_to:
+        choices += [{**choice, name: not choice[name]} for choice in choices]
+    off = [abs(transformer(_checked({**base, **choice})).parameters / parameters - 1) for choice in choices]
+    # the first of about equal choices is the one that changes the least
+    return next(choice for choice, each in zip(choices, off, strict=True) if each - min(off) < tolerance)
 
 
 def _heads_of_others(cells: Cells, others: Sequence[Cells], hidden: int) -> int:

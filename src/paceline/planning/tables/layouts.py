@@ -352,7 +352,8 @@ _NAMES: tuple[tuple[str, Framework], ...] = (
     (r"paddle", known.PADDLE),
     (r"\b(?:tf|tensorflow) ?1[89]\.\d\d", known.HOROVOD_UNFUSED),
     (r"horovod|\btf\b|tensorflow", known.HOROVOD),
-    (r"fsdp|pytorch 2|lit-?gpt|olmo|lightning|meta internal|nanotron", known.FSDP),
+    (r"nanotron", known.NANOTRON),
+    (r"fsdp|pytorch 2|lit-?gpt|olmo|lightning|meta internal", known.FSDP),
     (r"ddp|apex|mxnet|dali", known.DDP),
 )
 _MODERN = re.compile(r"core|nemo|bridge|transformer ?engine|\bdev\b|h[12]\d\d|b[23]00|mi3\d\d", re.IGNORECASE)
@@ -380,6 +381,8 @@ def framework_of(cells: Cells, device: Accelerator) -> Framework:
         profile = replace(profile, flash=True, attention=1)  # apex's fused attention supports any sequence length
     if re.search(r"LAUNCH_BLOCKING=1", notes):
         profile = replace(profile, blocking=True)
+    if re.search(r"(?<!no )cuda ?graphs", notes, re.IGNORECASE):
+        profile = replace(profile, graphs=True)
     if re.search(r"async ?tp|userbuffers|tp-comm-overlap=True", f"{name} {notes}", re.IGNORECASE):
         profile = replace(profile, overlaps_tp=known.OVERLAPPED_TP)
     found = replace(found, profile=profile)
