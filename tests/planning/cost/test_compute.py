@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from paceline.cluster.catalogue import CATALOGUE, Accelerator, at_power
 from paceline.job.model import Dimensions
 from paceline.planning.cost import constants
-from paceline.planning.cost.compute import BlockTime, _casts_s, block_config, block_time, gemm_s
+from paceline.planning.cost.compute import BlockTime, _casts_s, block_config, block_time, gemm_s, held_weights
 from paceline.planning.cost.layout import FrameworkProfile, Layout, Machines
 from paceline.planning.model.graph import BlockTrace, Gemm, ModelTrace
 from paceline.planning.model.transformer import transformer
@@ -160,6 +160,17 @@ def test_adapters_spare_the_gradients_of_weights_but_not_the_backward_pass() -> 
     whole, adapted = layer(laid_out()), layer(laid_out(lora=16))
     assert adapted.forward_s == pytest.approx(whole.forward_s, rel=0.02)
     assert 0.4 < adapted.backward_s / whole.backward_s < 0.75
+
+
+def test_a_divided_expert_does_the_same_work_on_more_ranks() -> None:
+    """Four ranks that divide experts gather four times the tokens, for a quarter of the width."""
+    experts = next(gemm for gemm in MIXTURE.blocks[1].gemms if gemm.experts)
+    whole = laid_out(trace=MIXTURE, samples=64.0, tp=4, dp=8, expert_ranks=8)
+    divided = replace(whole, expert_tp=4)
+    assert gemm_s(experts, block_config(divided)) == pytest.approx(gemm_s(experts, block_config(whole)), rel=0.1)
+    assert divided.expert_copies == whole.expert_copies / 4
+    held, more = (held_weights(MIXTURE.blocks[1], block_config(each)) for each in (divided, whole))
+    assert more - held == pytest.approx(MIXTURE.blocks[1].experts / 8 * 3 / 4)
 
 
 @given(st.floats(1.0, 4.0))

@@ -123,6 +123,12 @@ def test_experts_that_are_folded_are_on_the_nearest_ranks_whatever_their_axis() 
     assert expert_path(laid_out(4, tp=4, dp=4, ep=2)).ranks == 2
 
 
+def test_ranks_that_divide_an_expert_stand_between_those_with_other_experts() -> None:
+    whole, divided = laid_out(4, tp=4, dp=8, expert_ranks=8), laid_out(4, tp=4, dp=8, expert_ranks=8, expert_tp=4)
+    assert (expert_path(whole).hosts, expert_path(divided).hosts) == (1, 4)
+    assert expert_path(divided).ranks == 8
+
+
 def test_a_small_group_on_a_torus_has_the_links_of_one_dimension_only() -> None:
     tpu = CATALOGUE["TPU-v5p"]
     pod = Layout(ModelTrace(()), Machines(tpu, 1, 4096, tpu.network))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import csv
+import math
+import re
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -13,10 +15,11 @@ from hypothesis import strategies as st
 
 from paceline.cluster.catalogue import CATALOGUE
 from paceline.planning.cost import frameworks as known
+from paceline.planning.cost.estimate import predict_layout
 from paceline.planning.cost.layout import Layout
 from paceline.planning.tables import cells as cell_readers
 from paceline.planning.tables.cells import UnusableError, model_of, number, whole
-from paceline.planning.tables.layouts import Row, Skipped, framework_of, layout_of, read
+from paceline.planning.tables.layouts import Row, Skipped, framework_of, layout_of, read, row_of
 
 TABLES = Path(__file__).parents[3] / "benchmarks" / "tables"
 CELLS = {
@@ -504,6 +507,93 @@ def test_experts_are_folded_where_the_framework_does_so() -> None:
     assert (folded.expert_ranks, folded.ep) == (8, 1)
     other = layout(**mixture, ep="8", framework="torchtitan", gpu="H100", seq_len="4096")
     assert (other.expert_ranks, other.ep) == (0, 8)
+
+
+MIXTURE = {
+    "model": "Mixtral 8x7B",
+    **dict.fromkeys(("hidden", "n_layers", "n_params", "n_heads", "vocab"), ""),
+    "framework": "Megatron Core, NeMo",
+    "gpu": "H100",
+    "seq_len": "4096",
+    "ep": "4",
+}
+
+
+@pytest.mark.parametrize(
+    ("notes", "parts", "tp"),
+    [
+        ("", 4, 1),
+        ("expert tensor parallel 2", 8, 2),
+        ("expert tp=2", 8, 2),
+        ("etp2", 8, 2),
+        ("expert-tensor-parallel-size=2", 8, 2),
+        ("tp2 ep4 etp1", 4, 1),
+    ],
+)
+def test_experts_are_divided_as_the_notes_say(notes: str, parts: int, tp: int) -> None:
+    found = layout(**MIXTURE, notes=notes)
+    assert (found.expert_parts, found.expert_tp) == (parts, tp)
+    assert found.expert_ranks * found.expert_tp == found.expert_parts
+
+
+@pytest.mark.parametrize(
+    ("text", "notes", "remat"),
+    [
+        ("selective (core_attn)", "", "selective"),
+        ("moe_act, layernorm, mla_up_proj", "", "selective"),
+        ("layernorm", "", "selective"),
+        ("recompute moe", "", "block"),
+        ("selective (mlp)", "", "block"),
+        ("not stated", "recompute modules: moe, layernorm", "block"),
+        ("full", "", "block"),
+        ("none", "", "none"),
+    ],
+)
+def test_modules_that_are_recomputed_are_a_part_of_each_layer(text: str, notes: str, remat: str) -> None:
+    """Recomputed experts that are read as none make a step too fast and its memory too large."""
+    cells = {**MIXTURE, "model": "DeepSeek-V3", "n_gpus": "256"} if "m" in text + notes else MIXTURE
+    found = layout(**cells, act_ckpt=text, notes=notes)
+    assert found.remat == remat
+    assert found.remat_share == 1 if text == "full" or remat != "block" else 0 < found.remat_share < 0.6
+
+
+def test_recomputed_experts_are_most_of_a_mixture_and_attention_is_the_rest() -> None:
+    shares = [layout(**MIXTURE, act_ckpt=text).remat_share for text in ("moe", "moe, core_attn")]
+    assert 0.6 < shares[0] < shares[1] < 1
+    dense = layout(act_ckpt="moe"), layout(act_ckpt="mlp")
+    assert dense[0].remat == "selective"
+    assert 0.4 < dense[1].remat_share < 0.7
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"pp": "64", "n_gpus": "64"}, r"\b64\b.*\b34\b"),
+        ({"hidden": "0", "n_heads": "32"}, "hidden"),
+        ({"gpus_per_node": "0"}, "gpus_per_node"),
+    ],
+)
+def test_a_row_that_cannot_have_run_says_why(tmp_path: Path, change: dict[str, str], why: str) -> None:
+    names = dict.fromkeys((*CELLS, *change), "")
+    with (tmp_path / "some.csv").open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, list(names))
+        writer.writeheader()
+        writer.writerow({**names, **CELLS, "framework": "Megatron-LM", **change})
+    rows, (skipped,) = read([tmp_path / "some.csv"])
+    assert not rows
+    assert re.search(why, skipped.why)
+
+
+@given(
+    st.fixed_dictionaries(dict.fromkeys(("tp", "pp", "vpp", "cp", "ep", "micro_batch", "n_heads"), st.integers(0, 9)))
+)
+def test_any_numbers_are_a_layout_with_a_time_or_a_reason(numbers: dict[str, int]) -> None:
+    cells = {**ROW_CELLS, **{name: str(value) for name, value in numbers.items()}}
+    try:
+        row = row_of("some", 2, cells, [])
+    except UnusableError:
+        return
+    assert 0 < predict_layout(row.layout).step_time_s < math.inf
 
 
 def test_recomputation_that_is_not_stated_is_the_least_that_fits() -> None:

@@ -53,6 +53,7 @@ class BlockConfig(NamedTuple):
     vector: float
     mixtures: float
     expert_ranks: int
+    expert_tp: int
     lora: int
     overlaps_tp: float
     overlaps_ep: float
@@ -68,7 +69,7 @@ class BlockConfig(NamedTuple):
     @property
     def expert_parts(self) -> int:
         """Number of parts into which a layer's experts are divided."""
-        return self.expert_ranks or self.tp * self.ep
+        return self.expert_ranks * self.expert_tp or self.tp * self.ep
 
 
 class BlockTime(NamedTuple):
@@ -125,6 +126,7 @@ def block_config(layout: Layout) -> BlockConfig:
         vector=framework.vector,
         mixtures=framework.mixtures,
         expert_ranks=layout.expert_ranks,
+        expert_tp=layout.expert_tp,
         lora=layout.lora,
         overlaps_tp=framework.overlaps_tp,
         overlaps_ep=framework.overlaps_ep,
@@ -352,12 +354,12 @@ def _shape(gemm: Gemm, config: BlockConfig) -> Shape:
     if gemm.batch:
         times *= gemm.batch * config.samples / (tp if gemm.divided != "none" else 1)
     elif gemm.experts:
-        # if some tp ranks hold whole experts, each of these ranks has its part of the tokens
+        # if some tp ranks hold different experts, each group of `expert_tp` ranks has its part of the tokens
         rows *= config.samples * config.imbalance * config.expert_groups / gemm.experts
-        rows /= tp if config.expert_ranks else 1
+        rows *= config.expert_tp / tp if config.expert_ranks else 1
         rows = ceil(rows / constants.EXPERT_ROWS) * constants.EXPERT_ROWS
         times *= gemm.experts / config.expert_groups
-        tp = 1 if config.expert_ranks else tp
+        tp = config.expert_tp if config.expert_ranks else tp
     else:
         rows *= config.samples
     if gemm.divided == "n":

@@ -158,6 +158,7 @@ class Layout:
         expert_ranks: number of ranks over which the whole experts of a layer are distributed, if it differs from `ep`.
             0 means `ep` ranks, and tp divides each expert. With Megatron Core's folding (arXiv:2504.14960), dp and tp
             ranks hold experts.
+        expert_tp: number of neighbouring ranks that divide each expert, if `expert_ranks` is set.
         shards_over_cp: True if the state is also sharded over cp ranks.
         offload_activations: True if the activations that remat keeps are offloaded to the host's memory.
         ulysses: True if cp redistributes heads by an all-to-all (arXiv:2309.14509) instead of passing keys and values
@@ -214,6 +215,7 @@ class Layout:
     fused: bool = False
     products: Products = ""
     expert_ranks: int = 0
+    expert_tp: int = 1
     shards_over_cp: bool = False
     offload_activations: bool = False
     ulysses: bool = False
@@ -269,12 +271,12 @@ class Layout:
 
         Each rank holds whole experts, or tp slices of experts.
         """
-        return self.expert_ranks or self.tp * self.ep
+        return self.expert_ranks * self.expert_tp or self.tp * self.ep
 
     @property
     def expert_copies(self) -> float:
         """Number of ranks of a stage that hold the same experts."""
-        return max(self.ranks / self.pp / self.expert_ranks, 1.0) if self.expert_ranks else float(self.dp)
+        return max(self.ranks / self.pp / self.expert_parts, 1.0) if self.expert_ranks else float(self.dp)
 
     @cached_property
     def stride(self) -> dict[str, int]:
@@ -439,9 +441,11 @@ def link_path(layout: Layout, axis: str) -> LinkPath:
 def expert_path(layout: Layout) -> LinkPath:
     """Return the link path of the ranks among which a layer's experts are divided.
 
-    If `expert_ranks` is set, these are neighbouring ranks of a stage, whatever their axis.
+    If `expert_ranks` is set, these are the nearest ranks of a stage with different experts, whatever their axis.
     """
-    return group_path(layout, layout.expert_ranks, 1) if layout.expert_ranks else link_path(layout, "ep")
+    if not layout.expert_ranks:
+        return link_path(layout, "ep")
+    return group_path(layout, layout.expert_ranks, layout.expert_tp)
 
 
 def group_path(layout: Layout, ranks: int, apart: int) -> LinkPath:

@@ -227,7 +227,7 @@ def block_cost(
     again, launch_again, reductions = _again(block, time, remat if layer else "none", config)
     width = config.samples / config.cp * BYTES[config.precision]
     reduced = _shown(all_reduce_s(block.reduced * width, tp_path), config.overlaps_tp)
-    routed = _routed_s(block, config, ep_path) if block.routed else 0.0
+    routed = _routed_s(block, config, ep_path, tp_path) if block.routed else 0.0
     return StageCost(
         forward_s=time.forward_s,
         backward_s=time.backward_s,
@@ -252,13 +252,18 @@ def _shown(travel_s: float, hidden: float) -> float:
     return travel_s * (1 - hidden + constants.CONTENTION * hidden)
 
 
-def _routed_s(block: BlockTrace, config: BlockConfig, path: LinkPath) -> float:
-    """Return the exposed time to send a microbatch's tokens to experts in one direction."""
+def _routed_s(block: BlockTrace, config: BlockConfig, path: LinkPath, near: LinkPath) -> float:
+    """Return the exposed time to send a microbatch's tokens to experts in one direction.
+
+    Ranks that divide an expert gather each other's tokens over `near`.
+    """
     sent = block.routed * config.samples / config.cp * BYTES[config.precision]
     if config.sequence or config.expert_ranks:
         sent /= config.tp
     copies = block.routed / block.boundary if block.boundary else 1.0
     travel_s = all_to_all_s(sent * config.imbalance, path, copies, config.node_limit)
+    if config.expert_tp > 1:
+        travel_s += gather_s(sent * config.imbalance * config.expert_tp, near._replace(ranks=config.expert_tp))
     return _shown(travel_s, config.overlaps_ep)
 
 

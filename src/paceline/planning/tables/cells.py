@@ -31,6 +31,10 @@ _RATE = re.compile(
 _FABRICS = {r"omni-?path|\bOPA\b": 0.16, r"\bTCP\b|sockets|\befa\b": 0.6}
 
 
+# parts of a layer in Megatron Core's `recompute_modules`
+_MODULES = re.compile(r"\b(core_attn|moe_act|layernorm|mla_up_proj|shared_experts|moe|mlp)\b")
+
+
 class UnusableError(Exception):
     """Raised for a row that cannot be predicted or compared. The text states the reason."""
 
@@ -104,12 +108,21 @@ def moment_bytes(cells: Cells) -> float:
     return 2.0 if re.search(rf"(bf16|16-?bit)[ -]{state}|{state} in bf16", text, re.IGNORECASE) else 4.0
 
 
+def recomputed_modules(cells: Cells) -> frozenset[str]:
+    """Return the parts of a layer that are recomputed, by Megatron Core's names.
+
+    The names are in `act_ckpt`, or in the notes after `recompute`.
+    """
+    told = re.findall(r"recompute[\w ]*\W{0,3}([^;.]*)", cells.get("notes", ""), re.IGNORECASE)
+    return frozenset(_MODULES.findall(" ".join((cells.get("act_ckpt", ""), *told)).lower()))
+
+
 def recomputed(cells: Cells) -> Recomputed:
     """Return the kind of activation recomputation."""
     text = cells.get("act_ckpt", "").lower()
     if not stated(text):
-        return "unknown"
-    if re.search(r"selective|partial|minimal|save_|norms|projections|core_attn|moe_act", text):
+        return "selective" if recomputed_modules(cells) else "unknown"
+    if re.search(r"selective|partial|minimal|save_|norms|projections", text) or _MODULES.search(text):
         return "selective"
     if re.search(r"full|block|every|yes|true|uniform|layer", text) and not text.startswith(("none", "no ")):
         return "block"
@@ -122,6 +135,15 @@ def sequence(cells: Cells) -> bool:
     if re.search(r"no sequence|no SP|sequence-parallel=False", text):
         return False
     return bool(re.search(r"\bseq\+|seq(uence)?[- ]parallel|\+SP\b", text, re.IGNORECASE))
+
+
+def expert_tp(cells: Cells) -> int:
+    """Return the number of ranks that divide each expert, 1 if not stated."""
+    text = f"{cells.get('ep', '')} {cells.get('model', '')} {cells.get('notes', '')}"
+    found = re.search(
+        r"(?:(?<![a-z])etp|expert[- ](?:tp|tensor[- ]parallel\w*(?:[- ]size)?))\W{0,3}(\d+)", text, re.IGNORECASE
+    )
+    return max(int(found[1]), 1) if found else 1
 
 
 def sharding(text: str, unstated: Sharding) -> Sharding:

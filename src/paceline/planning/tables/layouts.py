@@ -52,7 +52,9 @@ def layout_of(cells: Cells, others: Sequence[Cells]) -> Layout:
     samples = number(cells.get("micro_batch", "")) or (1.0 if degrees["pp"] > 1 else batch / data_ranks)
     microbatches = max(round(batch / data_ranks / samples), 1)
     layers = sum(block.kind not in ("embedding", "head") for block in trace.blocks)
-    remat = table.recomputed(cells)
+    if degrees["pp"] > len(trace.blocks):
+        raise UnusableError(f"pp is {degrees['pp']}, but the model has only {len(trace.blocks)} parts")
+    remat, share = table.recomputed(cells), _recomputed_share(trace, table.recomputed_modules(cells))
     if remat == "unknown" and not cells.get("act_ckpt") and not framework.profile.flash:
         remat = "none"  # the default for image models and small models
     layout = Layout(
@@ -65,7 +67,8 @@ def layout_of(cells: Cells, others: Sequence[Cells]) -> Layout:
         microbatches=microbatches,
         precision=table.precision(cells, device),
         products=table.products(cells),
-        remat="none" if remat == "unknown" else remat,
+        remat="block" if share else "none" if remat == "unknown" else remat,
+        remat_share=share or 1.0,
         sequence=framework.sequence or table.sequence(cells),
         chunks=_chunks(cells, degrees["pp"], layers),
         lora=_lora(cells),
@@ -83,6 +86,32 @@ def layout_of(cells: Cells, others: Sequence[Cells]) -> Layout:
         moment_bytes=table.moment_bytes(cells),
     )
     return _with_least_recomputed(layout) if remat == "unknown" else layout
+
+
+def _recomputed_share(trace: ModelTrace, modules: frozenset[str]) -> float:
+    """Return the share of the layers' forward FLOPs that Megatron's `recompute_modules` repeat.
+
+    The result is 0 if only parts without large matrix products are recomputed, which is remat=selective.
+    """
+    if not modules & {"moe", "mlp", "shared_experts"}:
+        return 0.0
+    again = total = 0.0
+    for block in trace.blocks:
+        if block.kind in ("embedding", "between", "head"):
+            continue
+        total += block.flops
+        squares = [at for at, gemm in enumerate(block.gemms) if gemm.batch]
+        # the product after the attention's own belongs to attention
+        later = block.gemms[squares[-1] + 2 :] if squares else block.gemms
+        later = () if block.kind in ("mamba", "delta") else later
+        if "core_attn" in modules:
+            again += sum(block.gemms[at].flops for at in squares)
+        mixture = any(gemm.experts for gemm in later)
+        if ("moe" if mixture else "mlp") in modules:
+            again += sum(gemm.flops for gemm in later)
+        elif mixture and "shared_experts" in modules:
+            again += sum(gemm.flops for gemm in later if not gemm.experts)
+    return again / total if total else 0.0
 
 
 def _divides_always(layout: Layout, framework: Framework) -> bool:
@@ -182,7 +211,7 @@ def _sharded(layout: Layout, cells: Cells, data_ranks: int, framework: Framework
     if not any(block.experts for block in layout.trace.blocks):
         ep = 1
     if ep > 1 and framework.folds:
-        layout = replace(layout, expert_ranks=ep)
+        layout = replace(layout, expert_ranks=ep, expert_tp=table.expert_tp(cells))
     elif ep > 1 and data_ranks % ep == 0:
         layout, data_ranks = replace(layout, ep=ep), data_ranks // ep
     kind = table.sharding(text, framework.shards)
@@ -270,7 +299,7 @@ class Row:
     def plan(self) -> tuple[object, ...]:
         """Return the part of the layout that a planner chooses."""
         layout = self.layout
-        degrees = (layout.dp, layout.fsdp, layout.tp, layout.pp, layout.cp, layout.ep, layout.expert_ranks)
+        degrees = (layout.dp, layout.fsdp, layout.tp, layout.pp, layout.cp, layout.ep, layout.expert_parts)
         return *degrees, layout.zero, layout.zero_dp, layout.samples, layout.chunks, layout.schedule, layout.remat
 
 
@@ -299,9 +328,15 @@ def read(files: Iterable[Path]) -> tuple[list[Row], list[Skipped]]:
                 rows.append(row_of(path.stem, at, cells, table))
             except UnusableError as unusable:
                 skipped.append(Skipped(path.stem, at, str(unusable)))
-            except (ClusterError, ValueError, ZeroDivisionError) as error:
+            except (ClusterError, ValueError) as error:
                 skipped.append(Skipped(path.stem, at, str(error).strip().splitlines()[-1]))
     return rows, skipped
+
+
+_COUNTS = (
+    *("n_layers", "hidden", "ffn", "n_heads", "n_kv_heads", "seq_len", "vocab"),
+    *("gpus_per_node", "n_gpus", "micro_batch", "global_batch"),
+)
 
 
 def row_of(table: str, at: int, cells: Cells, others: Sequence[Cells]) -> Row:
@@ -311,6 +346,8 @@ def row_of(table: str, at: int, cells: Cells, others: Sequence[Cells]) -> Row:
         UnusableError: a value is missing and cannot be inferred.
         ClusterError: the device of the row is not in the catalogue.
     """
+    if empty := next((name for name in _COUNTS if number(cells.get(name, "")) == 0), None):
+        raise UnusableError(f"{empty} is 0")
     out_of_memory = any(
         "oom" in cells.get(name, "").lower() for name in ("memory_gib", "step_time_s", "tokens_per_s_per_gpu")
     )
