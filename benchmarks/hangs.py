@@ -168,9 +168,11 @@ def _wrong(case: Case, error: dict[str, Any]) -> str:
 def layers(case: Case) -> set[str]:
     """Return the correct names: of the collective's layer, or of the layer in which the rank hangs."""
     own = f"body.{case.layer}"
-    if case.plan.startswith("fsdp"):  # gathers the next layer; a killed rank takes with it what its device has queued
-        queued = range(case.layer + 1) if case.place == "sim" and case.kind == "kill" else ()
-        return {f"body.{case.layer + 1}", *(f"body.{i}" for i in queued)}
+    if case.plan.startswith("fsdp"):
+        # gathers the next layer; the simulated device ends or stops with its process, before it does what it has queued
+        queued = case.place == "sim" and case.kind in ("kill", "stop")
+        # the unit of the model itself comes first, and has the head
+        return {f"body.{case.layer + 1}", *(["head", *(f"body.{i}" for i in range(case.layer + 1))] if queued else [])}
     if case.plan.startswith("tp"):
         return {f"{own}.down"}
     return {own, ""} if case.kind == "kill" else {own}

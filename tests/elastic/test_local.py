@@ -258,6 +258,12 @@ def test_a_rank_that_hangs_is_named_with_its_step_its_stack_and_who_waits() -> N
     assert "elastic/rank.py" not in text
 
 
+def test_the_stack_of_a_hung_rank_is_read_when_it_is_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("paceline.elastic.ranks._ANSWER_S", 30.0)
+    text = failure("stand_still_beside_threads", ranks=1, deadline_s=1)
+    assert "in stand_still_beside_threads" in text  # of the main thread, which is written last
+
+
 def test_a_stopped_rank_is_named_as_stopped() -> None:
     text = failure("stand_still", "sync", "stopped", deadline_s=1)
     assert text.startswith("rank 1 ")

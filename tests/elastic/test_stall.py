@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Set
 from typing import Any
 
 import pytest
@@ -21,10 +22,12 @@ def at(rank: int, *waits: Wait, world: int = 0, tp: int = 0, layer: str = "") ->
     return Position(rank, layer, {"world": world, "tp": tp}, waits)
 
 
-def found(*positions: Position, phases: dict[int, Phase] | None = None, ranks: int = 3) -> Stall | None:
+def found(
+    *positions: Position, phases: dict[int, Phase] | None = None, ranks: int = 3, suspended: Set[int] = frozenset()
+) -> Stall | None:
     phases = phases or {}
     statuses = [RankStatus(r, 100 + r, 0, phases.get(r, "compute"), 7, 0) for r in range(ranks)]
-    return stall_of({position.rank: position for position in positions}, statuses, range(ranks))
+    return stall_of({position.rank: position for position in positions}, statuses, range(ranks), suspended)
 
 
 def test_the_rank_that_entered_fewer_collectives_is_named_with_the_collective_and_both_layers() -> None:
@@ -66,6 +69,30 @@ def test_the_one_of_three_ranks_that_made_another_call_is_named(difference: dict
     stall = found(at(0, same, world=5), at(1, other, world=5), at(2, same, world=5))
     assert stall is not None
     assert (stall.rank, stall.differs, stall.wait, stall.instead) == (1, True, same, other)
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_the_one_of_two_ranks_that_left_out_a_call_is_named_whichever_is_ahead(ahead: int) -> None:
+    left_out = wait(5, 0, 1, layer="gate", after=("all_gather", "float32 [9]"))
+    next_call = wait(5, 0, 1, tensors="float32 [5]", after=left_out.call)
+    phases: dict[int, Phase] = {ahead: "optimizer", 1 - ahead: "compute"}
+    stall = found(at(0, left_out, world=6), at(1, next_call, world=5), phases=phases, ranks=2)
+    assert stall is not None
+    assert (stall.rank, stall.differs, stall.wait, stall.layer) == (1, True, left_out, "gate")
+
+
+def test_a_suspended_rank_is_named_although_it_called_the_collective() -> None:
+    waits = wait(5, 0, 1, 2, layer="gate")
+    stall = found(at(0, waits, world=9), at(1, waits, world=5), at(2, waits, world=9), suspended={1})
+    assert stall is not None
+    assert (stall.rank, stall.waiting, stall.wait.number, stall.layer) == (1, [0, 2], 5, "gate")
+
+
+def test_a_rank_that_is_awaited_comes_before_a_suspended_one() -> None:
+    waits = wait(5, 0, 1, 2)
+    stall = found(at(0, waits, world=5), at(1, waits, world=5), at(2, world=4), suspended={1})
+    assert stall is not None
+    assert stall.rank == 2
 
 
 def test_ranks_that_all_entered_the_same_collective_are_no_stall() -> None:

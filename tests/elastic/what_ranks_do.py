@@ -123,6 +123,18 @@ def stand_still(arguments: list[str]) -> None:
     time.sleep(60)
 
 
+def stand_still_beside_threads(_: list[str]) -> None:
+    """Stand still while other threads have so much in their stacks that it takes a while to write these."""
+
+    def descend(frames: int) -> None:
+        descend(frames - 1) if frames else time.sleep(60)
+
+    for _thread in range(60):
+        threading.Thread(target=descend, args=(80,), daemon=True).start()
+    StatusBoard.of_this_rank().mark("compute", 37)
+    time.sleep(60)
+
+
 def save_on_sigterm(arguments: list[str]) -> None:
     """What a rank that trains does: end well on SIGTERM, after it has saved."""
     asked = threading.Event()

@@ -22,6 +22,12 @@ from simulated.faults import Faults
 _DELAYS_MS = {"late": (5.0, 10.0), "random": (0.0, 3.0), "eager": (0.0, 1.0)}
 
 
+class Progress:
+    """Whether an operation has ended well; it outlives the operation in the flight recorder."""
+
+    finished = False
+
+
 class Operation:
     """One collective or message between its call and its end.
 
@@ -35,7 +41,7 @@ class Operation:
         self.name, self.gate, self.run, self.done, self.kept = name, gate, run, done, kept
         self.due = 0.0
         self.error = ""
-        self.finished = False
+        self.progress = Progress()
 
     def release(self) -> None:
         """Let go of the device's tensors: whoever frees them now is behind it."""
@@ -143,7 +149,7 @@ class Lane:
             with self._lock:
                 self._pending.popleft()
             operation.release()
-            operation.finished = not operation.error
+            operation.progress.finished = not operation.error
 
     def _carry_out(self, operation: Operation) -> None:
         if self.broken:

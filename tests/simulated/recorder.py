@@ -5,7 +5,6 @@ from __future__ import annotations
 import pickle
 import time
 import traceback
-import weakref
 from collections import deque
 from collections.abc import Sequence
 from typing import Any
@@ -13,11 +12,11 @@ from typing import Any
 import torch._C._distributed_c10d as c10d
 from torch import Tensor
 
-from simulated.lane import Operation
+from simulated.lane import Operation, Progress
 
 _NAMES = {"float32": "Float", "float64": "Double", "bfloat16": "BFloat16", "int64": "Long", "uint8": "Byte"}
 # not the operations themselves, which keep the memory of their group
-_entries: deque[tuple[dict[str, Any], weakref.ref[Operation]]] = deque(maxlen=2000)
+_entries: deque[tuple[dict[str, Any], Progress]] = deque(maxlen=2000)
 
 
 def record(group: str, number: int, name: str, tensors: Sequence[Tensor], operation: Operation, *, p2p: bool) -> None:
@@ -35,13 +34,15 @@ def record(group: str, number: int, name: str, tensors: Sequence[Tensor], operat
         "retired": False,
         "frames": [{"name": frame.name, "filename": frame.filename, "line": frame.lineno} for frame in stack],
     }
-    _entries.append((entry, weakref.ref(operation)))
+    _entries.append((entry, operation.progress))
 
 
 def dump(collectives: bool = True, stacks: bool = True, active: bool = False) -> bytes:
-    """Dump the records in the form of torch's `_dump_nccl_trace`."""
-    kept = [(one, operation()) for one, operation in _entries]
-    entries = [one | {"state": "completed" if op is None or op.finished else "scheduled"} for one, op in kept]
+    """Dump the records in the form of torch's `_dump_nccl_trace`.
+
+    An operation that failed stays unfinished, also when its handle is gone.
+    """
+    entries = [one | {"state": "completed" if progress.finished else "scheduled"} for one, progress in _entries]
     return pickle.dumps({"entries": entries})
 
 

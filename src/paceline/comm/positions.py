@@ -12,9 +12,10 @@ import sys
 import threading
 import time
 import weakref
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from itertools import chain
+from itertools import chain, pairwise
 from types import FrameType, FunctionType
 from typing import Any, NamedTuple
 
@@ -26,7 +27,7 @@ from torch._C import _distributed_c10d as c10d
 from paceline.comm.operation import Description, last_failure
 from paceline.comm.process_group import DrivenProcessGroup
 from paceline.device import FLIGHT_RECORDERS
-from paceline.wire.position import Position, Wait, read_positions_with
+from paceline.wire.position import Position, Wait, call_of, read_positions_with
 
 _FAILED_S = 5.0  # for this time, a failed operation counts as the operation in which the rank waits
 _DTYPES = {
@@ -51,7 +52,9 @@ def own_position(error: BaseException | None = None) -> Position:
     """Read the position of this rank, or the position in which `error` was raised."""
     if not dist.is_initialized():
         return Position()
-    layer, groups = _layer(chain(_frames(error), _frames())), _groups()
+    # a rank that has just failed has left the layer, but handles the layer's error
+    layer = _layer(chain(_frames(error), _frames())) or _layer(_frames(_handled()))
+    groups = _groups()
     named = {about.name: about for about in groups.values()}
     entered = {about.name: getattr(group, "entered", 0) for group, about in groups.items()}
     driven = [group for group in groups if isinstance(group, DrivenProcessGroup)]
@@ -139,25 +142,51 @@ def _recorded_waits(
     The function sets the number of collectives of each group in `entered`. If the newest collective has failed, it
     counts as unfinished.
     """
-    pending: dict[str, dict[str, Any]] = {}
+    pending: dict[str, tuple[dict[str, Any], tuple[str, str] | None]] = {}
+    calls: dict[str, list[tuple[str, str]]] = defaultdict(list)
     entries = _recorded(stacks=stacks)
     for entry in entries:
         name, number = entry["process_group"][0], entry["collective_seq_id"]
         if name not in groups or entry["is_p2p"]:
             continue
-        entered[name] = max(entered.get(name, 0), number)
-        if (entry["state"] != "completed" and not entry["retired"]) or (failed and entry is entries[-1]):
-            pending.setdefault(name, entry)
-    for name, entry in pending.items():
-        sizes = zip(entry["input_dtypes"], entry["input_sizes"], strict=True)
-        tensors = ", ".join(f"{_DTYPES.get(dtype, dtype.lower())} {list(size)}" for dtype, size in sizes)
-        library, _, what = entry["profiling_name"].rpartition(":")
+        if number < entered.get(name, 0):  # the group has the name of a group of an earlier generation
+            calls.pop(name, None)
+            pending.pop(name, None)
+        entered[name] = number
+        calls[name].append(call_of(_operation(entry), _tensors(entry)))
+        unfinished = entry["state"] != "completed" and not entry["retired"]
+        if name not in pending and (unfinished or (failed and entry is entries[-1])):
+            pending[name] = entry, _left_out(calls[name])
+    for name, (entry, after) in pending.items():
+        tensors, what = _tensors(entry), _operation(entry)
+        library = entry["profiling_name"].rpartition(":")[0]
         # on accelerators, the host has called the collective earlier
         called_in = layer if library == "gloo" else _layer_of_lines(entry.get("frames", ()))
         group = groups[name]
         waited_s = time.time() - entry["time_created_ns"] / 1e9
         place = name, group.label, entry["collective_seq_id"], what, tensors, group.members, None, called_in
-        yield Wait(*place, waited_s)
+        yield Wait(*place, waited_s, after)
+
+
+def _operation(entry: Mapping[str, Any]) -> str:
+    return str(entry["profiling_name"].rpartition(":")[2])
+
+
+def _tensors(entry: Mapping[str, Any]) -> str:
+    sizes = zip(entry["input_dtypes"], entry["input_sizes"], strict=True)
+    return ", ".join(f"{_DTYPES.get(dtype, dtype.lower())} {list(size)}" for dtype, size in sizes)
+
+
+def _left_out(calls: Sequence[tuple[str, str]]) -> tuple[str, str] | None:
+    """Return the call that should have come before the last call, by the order of earlier calls.
+
+    The result is None if the order is not new, or if there is no earlier call like the last one.
+    """
+    *before, last = calls
+    pairs = list(pairwise(before))
+    if not before or (before[-1], last) in pairs:
+        return None
+    return next((first for first, second in reversed(pairs) if second == last), None)
 
 
 def _recorded(*, stacks: bool) -> list[dict[str, Any]]:
@@ -224,6 +253,13 @@ def _frames(error: BaseException | None = None) -> Iterator[FrameType]:
     yield from reversed(found)
 
 
+def _handled() -> BaseException | None:
+    """Return the exception that the main thread handles, or None."""
+    found: Any = sys._current_exceptions().get(threading.main_thread().ident or 0)
+    handled: BaseException | None = found[1] if isinstance(found, tuple) else found  # a tuple before Python 3.12
+    return handled
+
+
 def _of_all_threads() -> Iterator[FrameType]:
     for frame in sys._current_frames().values():
         at: FrameType | None = frame
@@ -244,8 +280,11 @@ def _layer(frames: Iterable[FrameType]) -> str:
         if isinstance(own, nn.Module):
             return names.get(id(own)) or type(own).__name__
         # torch's FSDP2 gathers and scatters outside of the module's methods
-        if type(own).__name__ == "FSDPParamGroup" and (name := own._module_fqn):
-            return str(name)
+        if type(own).__name__ == "FSDPParamGroup":
+            # the unit of the model itself is named after its first layer
+            name = own._module_fqn or (own.fsdp_params[0]._param_fqn or "").rpartition(".")[0]
+            if name:
+                return str(name)
         # tensor parallelism sums gradients in an autograd function, whose context names the layer
         if first == ("ctx",) and isinstance(name := getattr(own, "layer", None), str) and name:
             return name

@@ -168,6 +168,10 @@ class Attempt:
             # a rank that was ended by a signal did not hang; different calls have an error of their own
             if stall and late and not stall.differs and (late.code is None or late.record):
                 return self._hang([late.status], stall)
+            taking_part = [end for end in before if end.status.rank in members]
+            held = [end.status for end in taking_part if end.stopped]
+            if held and not stall and not any(end.primary for end in taking_part):
+                return self._hang(held)
         ranks.stop_all()
         after = ranks.ends()
         ends = [

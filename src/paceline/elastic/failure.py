@@ -436,6 +436,17 @@ def state_of(pid: int) -> str:
         return ""
 
 
+def handles(pid: int, number: int) -> bool:
+    """Return True if a signal waits for a process's first thread, or its handler still runs there."""
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except OSError:
+        return False
+    # the kernel blocks a signal while its handler runs
+    masks = [int(line.split()[1], 16) for line in lines if line.startswith(("SigPnd:", "ShdPnd:", "SigBlk:"))]
+    return any(mask >> (number - 1) & 1 for mask in masks)
+
+
 def oom_kills() -> int | None:
     """Count the processes in this control group that were killed for lack of memory.
 

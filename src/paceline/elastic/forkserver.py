@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from paceline.device import DEVICE_VARIABLE, ON_CPU, VISIBLE
-from paceline.elastic.failure import stack_beside, state_of
+from paceline.elastic.failure import handles, stack_beside, state_of
 from paceline.errors import LaunchError
 from paceline.rank_environment import KEY_FD, RankEnvironment
 
@@ -486,6 +486,11 @@ class StartedRank:
             self.kill()
             self.code = self.process.wait()
             os.close(self.pidfd)
+
+    @property
+    def has_stack(self) -> bool:
+        """True if faulthandler has written stack traces, and is not about to write more of them."""
+        return bool(self.stack()) and not handles(self.pid, signal.SIGUSR2)
 
     def stack(self) -> str:
         """Return the stack traces that faulthandler has written."""

@@ -40,7 +40,7 @@ from paceline.cluster.emulate import enter_host
 from paceline.deferred_compiler import defer_compiler
 from paceline.elastic.failure import ErrorRecord, state_of
 from paceline.elastic.forkserver import DEFAULTS, FORKSERVER, Forkserver, receive, send, share
-from paceline.errors import ClusterError, lost_a_peer, on_failure
+from paceline.errors import ClusterError, on_failure
 from paceline.files import sockets_fit, write_whole
 from paceline.job.spec import load_object
 from paceline.rank_environment import RankEnvironment, own_rank
@@ -172,7 +172,7 @@ def _record(error: BaseException, path: Path) -> None:
         before = ErrorRecord.read(path)
         now = ErrorRecord.of(error, own_rank())
         (now if before is None else replace(now, time=before.time)).write(path)
-        if lost_a_peer(error):
+        if now.secondary:
             _write_position(path, error)
     # the launcher and its folder are gone, or the disk is full, so that only this rank can show the error
     except OSError:

@@ -31,8 +31,9 @@ COLLECT_S = 0.5  # time after the first failure in which other ranks can report 
 MEETING_S = 0.02  # seconds between two polls while some ranks wait for others
 _TICK_S = 0.2
 _TERMINATE_S = 3.0  # from SIGTERM to SIGKILL
-_POSITION_S = 0.3  # longest time for ranks to write their positions
-_ANSWER_S = 0.5  # longest time for a hung rank to write its stack trace
+_POSITION_S = 2.0  # longest time for ranks to write their positions
+_BEHIND_S = 0.6  # longest time of a rank behind the first answers; a rank may be unable to answer
+_ANSWER_S = 1.0  # longest time for a hung rank to write its stack trace
 _STOPPED_S = 5.0  # a rank that is suspended for longer counts as lost
 
 Rank = StartedRank | RemoteRank
@@ -292,7 +293,7 @@ class Ranks:
     def stall(self, members: Sequence[int]) -> Stall | None:
         """Find the rank that did not enter a collective, from the positions of all members.
 
-        Running members are asked for their positions. Members that have failed have written their positions.
+        Running members are asked for their positions. Members that have failed write their positions by themselves.
         """
         if self.setting.workers is not None:  # workers and servers share no process group
             return None
@@ -304,22 +305,36 @@ class Ranks:
             if not (file.exists() or self[number].record.exists() or self[number].code is not None)
             and board[number].phase != "starting"
         ]
+        suspended = {rank.number for rank in asked if rank.stopped}
         for rank in asked:
-            stopped = rank.stopped
-            rank.signal(ASK_STOPPED if stopped else ASK)
-            if stopped:
+            rank.signal(ASK_STOPPED if rank.number in suspended else ASK)
+            if rank.number in suspended:
                 rank.signal(signal.SIGCONT)
-        until = time.monotonic() + _POSITION_S
-        while time.monotonic() < until and not all(files[rank.number].exists() for rank in asked):
-            self.note_ends(0.01)
+        # a failed rank writes its error record first
+        failed = [self[number] for number in files if self[number] not in asked and self._reports_wait(number)]
+        self._wait_for_positions([*asked, *failed], files)
         positions = {n: Position.from_json(file.read_bytes()) for n, file in files.items() if file.exists()}
         for number, file in files.items():
             if self[number].code is None and not self[number].record.exists():
                 file.unlink(missing_ok=True)  # a later request needs a new answer
-        stall = stall_of({n: position for n, position in positions.items() if position}, board, members)
+        stall = stall_of({n: position for n, position in positions.items() if position}, board, members, suspended)
         if stall is not None and stall.rank not in positions and isinstance(self[stall.rank], RemoteRank):
             return None  # the rank may be behind a cut link, so its position is unknown
         return stall
+
+    def _reports_wait(self, number: int) -> bool:
+        """Return True if a running rank has lost a peer, so that it writes its position."""
+        record = ErrorRecord.read(self[number].record) if self[number].code is None else None
+        return record is not None and record.secondary
+
+    def _wait_for_positions(self, ranks: Sequence[Rank], files: Mapping[int, Path]) -> None:
+        until = time.monotonic() + _POSITION_S
+        while waits := [rank for rank in ranks if rank.code is None and not files[rank.number].exists()]:
+            if len(waits) < len(ranks):
+                until = min(until, time.monotonic() + _BEHIND_S)
+            if time.monotonic() > until:
+                return
+            self.note_ends(0.01)
 
     def overdue(self, members: Collection[int]) -> bool:
         """Return True if a running member reports a wait of `deadline_s`.
@@ -373,7 +388,7 @@ class Ranks:
         for rank in asked:
             rank.signal(signal.SIGUSR2)
         until = time.monotonic() + _ANSWER_S
-        while time.monotonic() < until and not all(rank.stack() for rank in asked):
+        while time.monotonic() < until and not all(rank.has_stack or rank.code is not None for rank in asked):
             self.note_ends(0.02)
 
     def ends(self) -> list[RankEnd]:

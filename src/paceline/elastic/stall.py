@@ -2,14 +2,14 @@
 
 A rank that waits depends on the ranks that have entered fewer collectives of the same group. If others depend on a rank
 that waits for no rank itself, this rank has caused the stall. If all ranks wait for one another, there are two cases.
-If ranks of a group made different calls with the same number, a rank with the least frequent call is the cause.
-Otherwise, the rank that is furthest in its program has left out a collective.
+If ranks of a group made different calls with the same number, a rank that left out another rank's call is the cause, or
+else a rank with the least frequent call. Otherwise, the rank that is furthest in its program has left out a collective.
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,16 +55,23 @@ class Stall:
         return {**described, "layer": self.layer, "step": self.step, "waiting": list(self.waiting)}
 
 
-def stall_of(positions: Mapping[int, Position], statuses: Sequence[RankStatus], members: Sequence[int]) -> Stall | None:
+def stall_of(
+    positions: Mapping[int, Position],
+    statuses: Sequence[RankStatus],
+    members: Sequence[int],
+    suspended: Set[int] = frozenset(),
+) -> Stall | None:
     """Find the rank that did not enter a collective, or return None.
 
     Args:
         positions: positions of the ranks that have answered, by number.
         statuses: statuses of all ranks, by number.
         members: numbers of the ranks of the generation, in ascending order.
+        suspended: ranks that SIGSTOP has suspended. Such a rank may have called a collective that its device cannot
+            carry out.
     """
     known = {n: p for n, p in positions.items() if p.entered and _is_of(members, n, p)}
-    found = _Comparison(known, statuses, members)
+    found = _Comparison(known, statuses, members, suspended)
     return found.stall()
 
 
@@ -76,12 +83,16 @@ def _is_of(members: Sequence[int], number: int, position: Position) -> bool:
 
 class _Comparison:
     def __init__(
-        self, positions: Mapping[int, Position], statuses: Sequence[RankStatus], members: Sequence[int]
+        self,
+        positions: Mapping[int, Position],
+        statuses: Sequence[RankStatus],
+        members: Sequence[int],
+        suspended: Set[int],
     ) -> None:
-        self.positions, self.statuses, self.members = positions, statuses, members
+        self.positions, self.statuses, self.members, self.suspended = positions, statuses, members, suspended
         self.depends: dict[int, list[tuple[Wait, set[int]]]] = defaultdict(list)
         for number, position in positions.items():
-            for wait in position.waits:
+            for wait in position.waits if number not in suspended else ():
                 if awaited := self._awaited(number, position, wait):
                     self.depends[number].append((wait, awaited))
 
@@ -101,24 +112,31 @@ class _Comparison:
         silent = others - self.positions.keys()
         late = {n for n in others - silent if wait.number and self._entered(n, wait.group) < wait.number}
         late |= silent if by_transport is None else silent & by_transport
-        return late or by_transport or set()
+        return late or by_transport or others & self.suspended
 
     def _entered(self, number: int, group: str) -> int:
         return self.positions[number].entered.get(group, 0)
 
     def _different_call(self) -> Stall | None:
-        """Find ranks with different operations or tensors in one collective, and blame the fewest."""
+        """Find ranks with different operations or tensors in one collective.
+
+        A rank that left out the call of another rank is blamed. Without such a rank, it is one of the fewest.
+        """
         places: dict[tuple[str, int], dict[int, Wait]] = defaultdict(dict)
         for number, position in self.positions.items():
             for wait in position.waits:
                 if wait.number:
                     places[wait.group, wait.number][number] = wait
         for calls in places.values():
-            kinds = Counter(map(_kind, calls.values()))
+            kinds = Counter(wait.call for wait in calls.values())
             if len(kinds) > 1:
-                kind = min(kinds.values())
-                rank = max((n for n in calls if kinds[_kind(calls[n])] == kind), key=self._progress)
-                others = [n for n in calls if _kind(calls[n]) != _kind(calls[rank])]
+
+                def fault(number: int, calls: dict[int, Wait] = calls, kinds: Counter[Any] = kinds) -> tuple[Any, ...]:
+                    wait = calls[number]
+                    return wait.after in kinds, -kinds[wait.call], self._progress(number)
+
+                rank = max(calls, key=fault)
+                others = [n for n in calls if calls[n].call != calls[rank].call]
                 return self._made(rank, others, calls[others[0]], instead=calls[rank], differs=True)
         return None
 
@@ -138,8 +156,3 @@ class _Comparison:
         """Return a rank's progress in its program: step, phase, and start of its wait."""
         status, position = self.statuses[number], self.positions.get(number, Position())
         return status.step, PHASES.index(status.phase), -min((w.waited_s for w in position.waits), default=0.0)
-
-
-def _kind(wait: Wait) -> tuple[str, str]:
-    """Return the operation and, if they must be equal on all ranks, its tensors."""
-    return wait.what, "" if wait.what in ("gather", "scatter", "all_to_all") else wait.tensors

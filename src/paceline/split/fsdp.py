@@ -263,15 +263,18 @@ def _sum_only(stage: nn.Module) -> None:
 def _name_collectives(stage: nn.Module) -> None:
     """Show each unit's name in the stacks of its collectives.
 
-    Errors about hung ranks name the unit.
+    Errors about hung ranks name the unit. The unit of the stage itself is named after its first layer.
     """
-    for name, module in stage.named_modules():
-        if isinstance(module, FSDPModule) and name:
-            for comm, install in (
-                (DefaultAllGather, module.set_custom_all_gather),
-                (DefaultReduceScatter, module.set_custom_reduce_scatter),
-            ):
-                install(type(comm.__name__, (comm,), {"__call__": in_layer(comm.__call__, name)})())
+    units = {name: module for name, module in stage.named_modules() if isinstance(module, FSDPModule)}
+    layers = [name.rpartition(".")[0] for name, _ in stage.named_parameters()]
+    outside = (layer for layer in layers if not any(f"{layer}.".startswith(f"{unit}.") for unit in units if unit))
+    first = next(outside, "")
+    for name, module in units.items():
+        for comm, install in (
+            (DefaultAllGather, module.set_custom_all_gather),
+            (DefaultReduceScatter, module.set_custom_reduce_scatter),
+        ):
+            install(type(comm.__name__, (comm,), {"__call__": in_layer(comm.__call__, name or first)})())
 
 
 def _forget_gathered(stage: nn.Module, inputs: Any, output: Any) -> None:

@@ -36,6 +36,8 @@ class Wait(msgspec.Struct, frozen=True):
         awaited: ranks whose data has not arrived; None if the transport does not know them.
         layer: name of the module that called the operation; "" outside of modules.
         waited_s: seconds since the rank entered the operation.
+        after: operation and tensors of the call that came before the rank's earlier calls like this one, if another
+            call came before this one. The rank may have left it out.
     """
 
     group: str
@@ -47,6 +49,12 @@ class Wait(msgspec.Struct, frozen=True):
     awaited: Sequence[int] | None = None
     layer: str = ""
     waited_s: float = 0.0
+    after: tuple[str, str] | None = None
+
+    @property
+    def call(self) -> tuple[str, str]:
+        """The operation and, if they must be equal on all ranks, its tensors."""
+        return call_of(self.what, self.tensors)
 
     def __str__(self) -> str:
         """Describe the operation for people."""
@@ -54,6 +62,11 @@ class Wait(msgspec.Struct, frozen=True):
         tensors = f" ({self.tensors})" if self.tensors else ""
         layer = f" in layer {self.layer}" if self.layer else ""
         return f"{self.what}{number}{tensors} of group {self.label}{layer}"
+
+
+def call_of(what: str, tensors: str) -> tuple[str, str]:
+    """Return what must be equal on all ranks in a call of a collective."""
+    return what, "" if what in ("gather", "scatter", "all_to_all") else tensors
 
 
 class Position(msgspec.Struct, frozen=True):

@@ -196,6 +196,7 @@ def _say(text: str) -> None:
     print(f"paceline: {text}", file=sys.stderr, flush=True)
 
 
+_ANSWERS_S = 1.0  # time after a signal in which ranks may write a stack or a position
 _ROWS_S = 0.25  # seconds between two status messages
 _SENDING_S = 0.1  # longest time per turn for sending files, because this delays messages and reports of losses
 _IDLE_S = 5.0  # ranks that are idle for longer are assumed to wait for ranks of a lost host
@@ -207,10 +208,10 @@ class AgentAttempt:
     def __init__(self, begin: messages.Begin, coordinator: Coordinator) -> None:
         self.begin, self.coordinator = begin, coordinator
         self.ranks: list[StartedRank] = []
-        self._told: dict[Path, int] = {}  # time of the last change of each file that was sent
+        self._told: dict[Path, tuple[int, int]] = {}  # size and time of the last change of each file that was sent
         self._ended: set[int] = set()
         self._oom_kills = oom_kills()
-        self._rows_at, self._newest = 0.0, 0
+        self._rows_at, self._signalled_at, self._newest = 0.0, -math.inf, 0
         self._shown: list[tuple[int, bool]] = []  # generation of each rank, and whether the rank waits to join
         self._asked: set[str] = set()
         self._made = ExitStack()
@@ -241,7 +242,9 @@ class AgentAttempt:
 
     @property
     def meets(self) -> bool:
-        """True while ranks on this host are entering a generation."""
+        """True while ranks on this host are entering a generation, or may answer a signal."""
+        if time.monotonic() - self._signalled_at < _ANSWERS_S:
+            return True
         board = self.board.read()
         return any(rank.code is None and board[rank.number].generation != self._newest for rank in self.ranks)
 
@@ -280,6 +283,7 @@ class AgentAttempt:
             case messages.Adopt():
                 self._beat(message)
             case messages.Signal():
+                self._signalled_at = time.monotonic()
                 for rank in self.ranks:
                     if rank.number == message.rank:
                         rank.kill() if message.number == signal.SIGKILL else rank.signal(message.number)
@@ -428,12 +432,18 @@ class AgentAttempt:
     def _tell_texts(self) -> None:
         for rank in self.ranks:
             if rank.number not in self._ended:
-                for path in map(rank.record.with_suffix, (".error", ".stack", POSITION)):
+                # a suspended rank writes its position last, and then its stack is whole
+                position = (POSITION,) if rank.record.with_suffix(POSITION).exists() else ()
+                stack = (".stack",) if rank.has_ended or rank.has_stack else ()
+                for path in map(rank.record.with_suffix, (".error", *stack, *position)):
                     self._tell_text(path, rank.number)
 
     def _tell_text(self, path: Path, rank: int) -> None:
-        if path.exists() and (found := path.stat()).st_size > 0 and found.st_mtime_ns != self._told.get(path, 0):
-            self._told[path] = found.st_mtime_ns
+        if path.exists() and (found := path.stat()).st_size > 0:
+            written = found.st_size, found.st_mtime_ns
+            if self._told.get(path) == written:
+                return
+            self._told[path] = written
             self.coordinator.send(
                 messages.Told(rank, path.suffix, path.read_text(errors="replace")[: messages.TEXT_LIMIT])
             )

@@ -325,6 +325,11 @@ class RemoteRank:
         """Send SIGKILL to the rank and all processes that it started."""
         self.signal(signal.SIGKILL)
 
+    @property
+    def has_stack(self) -> bool:
+        """True if the rank's host has sent the stack traces."""
+        return bool(self.stack())
+
     def stack(self) -> str:
         """Return the stack traces that the rank's host has sent."""
         return stack_beside(self.record)
