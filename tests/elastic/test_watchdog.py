@@ -173,6 +173,19 @@ def test_ranks_that_all_stand_still_are_found_all_the_same() -> None:
     assert ranks.hung == [0, 1, 2]
 
 
+@pytest.mark.parametrize("phase", ["data", "optimizer"])
+def test_a_mark_that_is_read_with_the_time_of_the_mark_before_is_no_hang(phase: Phase) -> None:
+    ranks = Ranks()
+    ranks.passes(START_S - 1)
+    _, _, began_s = ranks.marks[2]
+    ranks.mark(0, 1, phase=phase, step=1)
+    ranks.marks[2] = phase, 1, began_s
+    ranks.passes(2 * TICK_S)
+    ranks.mark(2, phase=phase, step=1)
+    ranks.passes(DEADLINE_S / 2)
+    assert not ranks.hung
+
+
 def test_a_machine_that_sleeps_for_an_hour_loses_no_rank() -> None:
     ranks = Ranks()
     ranks.steps(30, 1.0)

@@ -205,7 +205,8 @@ class Attempt:
         # the progress of a rank behind a cut link is unknown; it may be ahead of its last report
         idle_s = {status.rank: status.idle_s(ranks[status.rank].known_ns) for status in alive}
         paging = {rank for rank, seconds in idle_s.items() if seconds > LOOK_S and ranks[rank].paging}
-        return self.watchdog.look(alive, idle_s, time.monotonic(), paging)
+        hung = self.watchdog.look(alive, idle_s, time.monotonic(), paging)
+        return [status for status in hung if status.rank not in self.losses.dying]
 
     def _examined(self, hung: Sequence[RankStatus]) -> tuple[list[RankStatus], Stall | None]:
         """Find the ranks that caused a hang, from the positions of all ranks.

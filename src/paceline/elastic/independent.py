@@ -228,7 +228,7 @@ class Independent(Losses):
         held = {number for number in self.ranks.stopped_now if not self._works(number)}
         for number in late if ending or len(self.ranks.stopped_now) < len(alive) else ():
             if ending or self._works(number) or self._serves_without(held):
-                self._why[number] = self.ranks.kill_hung(number, ())
+                self._kill_hung(number, ())
 
     def _can_go(self, numbers: Sequence[int]) -> bool:
         """True if the run can continue without these ranks.

@@ -53,7 +53,8 @@ class Losses:
 
     def __init__(self, ranks: Ranks) -> None:
         self.ranks = ranks
-        self._why: dict[int, LaunchError] = {}  # ranks that the launcher killed because they hung
+        # errors of processes that the launcher killed because they hung, by the rank's number and process id
+        self._why: dict[tuple[int, int], LaunchError] = {}
         # ranks to start when their host is back, indexed by the number of the host
         self._away: dict[int, list[int]] = {}
 
@@ -114,9 +115,9 @@ class Losses:
         """
         if not self.replaces:
             return False
-        self.ranks.ask_for_stacks({status.rank for status in hung})
+        self.ranks.ask_for_stacks({status.rank for status in hung} - self.dying)
         for status in hung:
-            self._why[status.rank] = self.ranks.kill_hung(status.rank, (), stall)
+            self._kill_hung(status.rank, (), stall)
         return True
 
     @property
@@ -124,10 +125,21 @@ class Losses:
         """True once a signal has requested the end of the run."""
         return self.ranks.signals.first is not None
 
+    @property
+    def dying(self) -> set[int]:
+        """Ranks that the launcher has killed, but that have not ended yet. Their host may be slow to report the end."""
+        return {number for number, pid in self._why if self.ranks[number].pid == pid}
+
+    def _kill_hung(self, number: int, members: Sequence[int], stall: Stall | None = None) -> None:
+        """Kill a rank that makes no progress. The first error about a process describes it best."""
+        if number not in self.dying:
+            why = self.ranks.kill_hung(number, members, stall)
+            self._why[number, self.ranks[number].pid] = why
+
     def _cause(self, end: RankEnd, *, serves: bool = False) -> tuple[str, str]:
         """Return the code and text of the error that describes a rank's end."""
         number = end.status.rank
-        if (why := self._why.pop(number, None)) is not None:
+        if (why := self._why.pop((number, end.pid), None)) is not None:
             # the text after the semicolon applies only to runs that end
             return why.code, str(why).partition(";")[0]
         if end.record is not None and end.record.device:
@@ -315,7 +327,7 @@ class Recovery(Losses):
         """
         late = self.ranks.stopped_too_long(self.members)
         for number in late if self.ending or len(self.ranks.stopped_now) < len(self.members) else ():
-            self._why[number] = self.ranks.kill_hung(number, self.members)
+            self._kill_hung(number, self.members)
 
     def _note_losses(self) -> None:
         """Begin one generation without all ranks that have ended since the last turn."""

@@ -80,6 +80,7 @@ class Watchdog:
         """
         passed_s = 0.0 if self._looked_s is None else min(now_s - self._looked_s, LOOK_S)
         self._looked_s = now_s
+        idle_s = {status.rank: self._idle_s(status, idle_s[status.rank], passed_s) for status in alive}
         self._ranks = {status.rank: self._seen(status, idle_s[status.rank]) for status in alive}
         self._note_steps(alive, passed_s)
         for status in alive:
@@ -91,6 +92,16 @@ class Watchdog:
         hung = [status for status in late if status.phase != "sync"]
         self._suspect = max([self._suspect, *(status.step for status in hung)])
         return hung
+
+    def _idle_s(self, status: RankStatus, idle_s: float, passed_s: float) -> float:
+        """Return the idle time of a rank. A rank that has changed its phase since the last poll was active since then.
+
+        The words of a mark are not written at once, so that a new phase may be read with the time of the phase before.
+        """
+        seen = self._ranks.get(status.rank)
+        if seen is None or seen.pid != status.pid or seen.doing == (status.step, status.phase):
+            return idle_s
+        return min(idle_s, passed_s)
 
     def _seen(self, status: RankStatus, idle_s: float) -> _Seen:
         seen = self._ranks.get(status.rank)

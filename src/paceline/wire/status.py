@@ -101,19 +101,20 @@ class StatusBoard:
     def mark(self, phase: Phase, step: int) -> None:
         """Publish that this rank is now in `phase` of `step`. The call takes well under a microsecond.
 
-        The words of a mark announce no other data, so `read` may see the words in any order.
+        The words of a mark announce no other data, so `read` may see the words in any order. The time comes first: a
+        new phase with the old time would look like a rank that has made no progress for long.
         """
         slot = self._slot
+        slot[_CHANGED] = time.monotonic_ns()
         slot[_PHASE] = _CODES[phase]
         slot[_STEP] = step
-        slot[_CHANGED] = time.monotonic_ns()
 
     def put(self, rank: int, pid: int, phase: Phase, step: int, changed_ns: int, generation: int = 0) -> None:
         """Publish the state of a rank on another host, as received from that host."""
         first = rank * _SLOT_BYTES // 8
         slot = self._words[first : first + _SLOT_BYTES // 8]
-        slot[_PID], slot[_PHASE], slot[_STEP] = pid, _CODES[phase], step
-        slot[_CHANGED], slot[_GENERATION] = changed_ns, generation
+        slot[_CHANGED] = changed_ns
+        slot[_PID], slot[_PHASE], slot[_STEP], slot[_GENERATION] = pid, _CODES[phase], step, generation
 
     def enter(self, generation: int) -> None:
         """Publish that this rank takes part in a generation."""
