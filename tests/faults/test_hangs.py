@@ -25,6 +25,9 @@ SLOW = [
     Case("sim", "dp=2", "sleep", layer=1, rank=1, step=3),
     Case("sim", "dp=2", "skip-own", layer=2, rank=1, step=3),
     Case("sim", "fsdp=2", "sleep", layer=1, rank=0, step=3),
+    Case("sim", "dp=2", "skip", layer=1, rank=0, step=6),
+    Case("sim", "fsdp=2", "kill", layer=1, rank=0, step=7),
+    Case("sim", "fsdp=2", "stop", layer=1, rank=1, step=8),
 ]
 
 

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import pickle
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
+from paceline.comm.positions import own_position
+from paceline.split.fsdp import FullySharded
+from paceline.split.layout import whole_parts
 from ranks import RankError
+from simulated import recorder
 from simulated.environment import Order, Simulated
 
 
@@ -59,6 +66,14 @@ def test_ranks_that_do_different_things_are_told_so(simulated: Simulated, mistak
     texts = simulated.ranks(2, text_of_mistake, mistake)
     assert all(word in texts[1] for word in words), texts
     assert all(word in texts[0] for word in words) or mistake == "other message", texts
+
+
+def test_a_collective_that_failed_is_the_one_that_its_rank_waits_for(simulated: Simulated) -> None:
+    assert simulated.ranks(2, number_awaited_after_a_mistake) == [2, 2]
+
+
+def test_gathers_of_sharded_layers_have_their_names_in_the_flight_recorder(simulated: Simulated) -> None:
+    assert simulated.ranks(2, layers_of_gathers, deadline_s=100) == [["0", "1"]] * 2
 
 
 def test_a_rank_that_does_not_come_is_named(simulated: Simulated) -> None:
@@ -317,3 +332,30 @@ def time_of_a_sum() -> float:
     dist.all_reduce(tensor)
     torch.accelerator.synchronize()
     return time.monotonic() - begin
+
+
+def number_awaited_after_a_mistake() -> int:
+    device = torch.device("sim", dist.get_rank())
+    dist.all_reduce(torch.ones(4, device=device))
+    torch.accelerator.synchronize()
+    for _ in range(2):  # no handle remains of the one that fails, and none can begin after it
+        with suppress(dist.DistBackendError):
+            dist.all_reduce(torch.ones(4 + dist.get_rank(), device=device))
+            torch.accelerator.synchronize()
+    [wait] = own_position().waits
+    return wait.number
+
+
+def layers_of_gathers() -> list[str]:
+    """The names in the stacks of a sharded model's gathers; its first layer is in the unit of the model itself."""
+    device = torch.device("sim", dist.get_rank())
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).to(device)
+    mesh = init_device_mesh("sim", (2,))
+    named, parts = dict(model.named_parameters()), whole_parts(model)
+    FullySharded([model], [model[1]], named, parts, mesh, zero=3, precision="fp32", offload=False, pipelined=False)
+    before = len(pickle.loads(recorder.dump())["entries"])
+    model(torch.ones(2, 4, device=device))
+    torch.accelerator.synchronize()
+    entries = pickle.loads(recorder.dump())["entries"][before:]
+    names = [[frame["name"] for frame in entry["frames"]] for entry in entries if "gather" in entry["profiling_name"]]
+    return [name.removeprefix("layer ") for stack in names for name in stack if name.startswith("layer ")]

@@ -178,9 +178,9 @@ def _tensors(entry: Mapping[str, Any]) -> str:
 
 
 def _left_out(calls: Sequence[tuple[str, str]]) -> tuple[str, str] | None:
-    """Return the call that should have come before the last call, by the order of earlier calls.
+    """Return the call that usually comes before the last of these calls.
 
-    The result is None if the order is not new, or if there is no earlier call like the last one.
+    The result is None if an earlier call like the last one came after the same call as now, or if there is none.
     """
     *before, last = calls
     pairs = list(pairwise(before))

@@ -437,7 +437,7 @@ def state_of(pid: int) -> str:
 
 
 def handles(pid: int, number: int) -> bool:
-    """Return True if a signal waits for a process's first thread, or its handler still runs there."""
+    """Return True until a process's first thread has handled a signal that was sent."""
     try:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     except OSError:

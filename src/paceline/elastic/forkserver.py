@@ -489,7 +489,7 @@ class StartedRank:
 
     @property
     def has_stack(self) -> bool:
-        """True if faulthandler has written stack traces, and is not about to write more of them."""
+        """True if faulthandler has written all stack traces that were requested."""
         return bool(self.stack()) and not handles(self.pid, signal.SIGUSR2)
 
     def stack(self) -> str:

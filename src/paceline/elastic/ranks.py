@@ -323,7 +323,7 @@ class Ranks:
         return stall
 
     def _reports_wait(self, number: int) -> bool:
-        """Return True if a running rank has lost a peer, so that it writes its position."""
+        """Return True if a rank has lost a peer and will write its position."""
         record = ErrorRecord.read(self[number].record) if self[number].code is None else None
         return record is not None and record.secondary
 
