@@ -19,7 +19,7 @@ from paceline.job.model import Dimensions
 from paceline.planning.cost import constants
 from paceline.planning.cost.compute import LOW, peak_flops, product_s
 from paceline.planning.cost.estimate import FailureCosts, failure_costs, predict_layout, timeline
-from paceline.planning.cost.frameworks import FRAMEWORKS, Framework
+from paceline.planning.cost.frameworks import FRAMEWORKS, MEGATRON_ORDER, Framework
 from paceline.planning.cost.layout import PARTS, Layout, Machines
 from paceline.planning.cost.stages import pipeline_s, simulate, work_of
 from paceline.planning.model.transformer import transformer
@@ -50,6 +50,18 @@ LAYOUTS = st.builds(
     remat=st.sampled_from(["none", "selective", "block"]),
     sequence=st.booleans(),
 )
+
+
+@pytest.mark.parametrize("cp", [2, 8])
+def test_ranks_of_cp_that_shard_the_state_are_one_group_with_those_of_dp(cp: int) -> None:
+    """With all of eight ranks on cp, gradients were reduced in no time."""
+    profile = replace(laid_out().framework, overlaps_gradients=False, overlaps_parameters=False)
+    sharded = laid_out(zero_dp=True, shards_over_cp=True, framework=profile, order=MEGATRON_ORDER)
+    alone, together = (predict_layout(replace(sharded, dp=8 // one, cp=one)).breakdown for one in (1, cp))
+    assert together["dp"] == pytest.approx(alone["dp"])
+    assert together["optimizer"] == pytest.approx(alone["optimizer"])
+    divided = [predict_layout(laid_out(fsdp=4, cp=2, shards_over_cp=over)).breakdown for over in (False, True)]
+    assert divided[1]["optimizer"] == pytest.approx(divided[0]["optimizer"] / 2)
 
 
 @settings(max_examples=80)

@@ -24,6 +24,7 @@ from paceline.planning.cost.layout import (
     link_path,
     send_s,
     served_s,
+    state_path,
     summed_bytes,
     sums_in_memory,
 )
@@ -186,7 +187,7 @@ def _fsdp_s(layout: Layout, slow: StageCost) -> float:
     """
     if layout.fsdp == 1:
         return 0.0
-    link = link_path(layout, "fsdp")
+    link = state_path(layout, "fsdp")
     trained = _trained(layout, slow)
     gathered = gather_s(slow.parameters * layout.gathered_bytes, link, slow.blocks)
     scattered = gather_s(trained * layout.sync_bytes, link, slow.blocks)
@@ -220,12 +221,12 @@ def _dp_s(layout: Layout, slow: StageCost) -> float:
     all-gathered.
     """
     same_s = _same_weights_s(layout, slow)
-    if layout.dp == 1:
+    if layout.dp * (layout.cp_shards if layout.zero_dp else 1) == 1:
         return _summed_s(same_s, layout, slow)
     shared = summed(layout, _trained(layout, slow) / layout.fsdp)
     if layout.servers and not sums_in_memory(layout):
         return _with_servers_s(layout, slow, shared) + _summed_s(same_s, layout, slow)
-    path, framework = link_path(layout, "dp"), layout.framework
+    framework, path = layout.framework, state_path(layout, "dp") if layout.zero_dp else link_path(layout, "dp")
     shared -= _single_experts(layout, slow)
     if not layout.zero_dp:
         seconds = all_reduce_s(summed_bytes(layout, shared), path) / layout.sync_every
@@ -292,10 +293,11 @@ def _single_experts(layout: Layout, slow: StageCost) -> float:
 
 def _optimizer_s(layout: Layout, slow: StageCost) -> float:
     """Return the time of an optimizer update, in seconds."""
-    shards = layout.fsdp * (layout.dp if layout.zero_dp else 1)
+    shards = layout.fsdp * (layout.dp if layout.zero_dp else 1) * layout.cp_shards
     numbers = stepped(layout, _trained(layout, slow) / shards)
     if layout.expert_ranks and layout.zero_dp and slow.experts:
-        numbers += trained_part(layout) * slow.experts / layout.fsdp * (1 / layout.expert_copies - 1 / layout.dp)
+        apart = 1 / layout.expert_copies - layout.fsdp / shards
+        numbers += trained_part(layout) * slow.experts / layout.fsdp * apart
     each = constants.OPTIMIZER_PASSES * (
         2 * layout.parameter_bytes + 2 * layout.gradient_bytes + 2 * layout.optimizer_bytes
     )

@@ -278,6 +278,11 @@ class Layout:
         """Number of ranks of a stage that hold the same experts."""
         return max(self.ranks / self.pp / self.expert_parts, 1.0) if self.expert_ranks else float(self.dp)
 
+    @property
+    def cp_shards(self) -> int:
+        """Number of cp ranks that shard the state together with fsdp or dp ranks."""
+        return self.cp if self.shards_over_cp and (self.fsdp > 1 or self.zero_dp) else 1
+
     @cached_property
     def stride(self) -> dict[str, int]:
         """Distance in ranks between neighbours along each axis."""
@@ -436,6 +441,14 @@ def link_path(layout: Layout, axis: str) -> LinkPath:
     All groups with ranks on the same host share the host's links to other hosts.
     """
     return group_path(layout, getattr(layout, axis), layout.stride[axis])
+
+
+def state_path(layout: Layout, axis: str) -> LinkPath:
+    """Return the link path of the ranks along `axis` and cp that shard the state."""
+    if layout.cp_shards == 1:
+        return link_path(layout, axis)
+    apart = min(layout.stride[axis], layout.stride["cp"])
+    return group_path(layout, getattr(layout, axis) * layout.cp_shards, apart)
 
 
 def expert_path(layout: Layout) -> LinkPath:
