@@ -312,7 +312,7 @@ def test_a_rate_is_a_hosts_unless_the_text_says_a_devices(text: str, gigabits_pe
 
 
 def test_fabrics_whose_packets_processors_carry_reach_less_of_their_rate() -> None:
-    shares = [cell_readers.fabric_share(text) for text in ("4x100Gb/s Omni-Path", "100 Gb/s EFA", "8x200Gb/s HDR IB")]
+    shares = [cell_readers.fabric_share(text) for text in ("4x100Gb/s Omni-Path", "100 Gb/s TCP", "8x200Gb/s HDR IB")]
     assert shares[0] < shares[1] < shares[2] == 1.0
 
 
@@ -626,7 +626,7 @@ def test_devices_on_pcie_have_no_nvlink() -> None:
         ({"framework": "Megatron-LM core_v0.6"}, known.MEGATRON_CORE),
         ({"framework": "NeMo", "gpu": "H100"}, known.MEGATRON_CORE),
         ({"framework": "Megatron Bridge; 26.06 NeMo", "gpu": "GB200"}, known.MEGATRON_CORE),
-        ({"framework": "Megatron Bridge; 26.06 NeMo", "gpu": "GB200", "precision": "MXFP8"}, known.MEGATRON_CORE_FUSED),
+        ({"framework": "Megatron Bridge; 26.06 NeMo", "gpu": "GB200", "precision": "MXFP8"}, known.MEGATRON_CORE),
         ({"framework": "house stack", "zero_fsdp": "FSDP"}, known.FSDP),
         ({"framework": "house stack", "zero_fsdp": "DDP"}, known.DDP),
         ({"framework": "house stack"}, known.OTHER),

@@ -115,11 +115,6 @@ MEGATRON_CORE = Framework(
     sequence=True,
     shards_over_cp=True,
 )
-# the same from NeMo's container 26.06 on: casts, ordering and products of experts are fused
-MEGATRON_CORE_FUSED = replace(
-    MEGATRON_CORE,
-    profile=replace(MEGATRON_CORE.profile, name="Megatron Core of NeMo 26.06", mixtures=0.4, overlaps_ep=0.5),
-)
 # DeepSeek's own: DualPipe hides the exchange of experts behind compute, and tokens go to at most 4 hosts
 # (DeepSeek-V3, arXiv:2412.19437, sections 2.1.2 and 3.2.1)
 HAI_LLM = Framework(
@@ -190,7 +185,6 @@ FRAMEWORKS = (
     MEGATRON_DEEPSPEED,
     MEGATRON_LM,
     MEGATRON_CORE,
-    MEGATRON_CORE_FUSED,
     HAI_LLM,
     DEEPSPEED,
     FSDP,

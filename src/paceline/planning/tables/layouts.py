@@ -408,7 +408,7 @@ def framework_of(cells: Cells, device: Accelerator) -> Framework:
         profile = replace(profile, flash=True, attention=2)
     elif re.search(r"no flash|flash\w* off|without flash", notes, re.IGNORECASE):
         profile = replace(profile, flash=False)
-    if re.search(r"gpt.?oss", cells.get("model", ""), re.IGNORECASE) and _nemo(cells) < (26, 6):
+    if found is known.MEGATRON_CORE and re.search(r"gpt.?oss", cells.get("model", ""), re.IGNORECASE):
         profile = replace(profile, flash=False)  # attention sinks, which fused kernels lacked before cuDNN 9.13
     if re.search(r"deterministic-mode=True", notes):
         profile = replace(profile, attention=1, kernels=1.5 * profile.kernels)
@@ -422,12 +422,7 @@ def framework_of(cells: Cells, device: Accelerator) -> Framework:
         profile = replace(profile, graphs=True)
     if re.search(r"async ?tp|userbuffers|tp-comm-overlap=True", f"{name} {notes}", re.IGNORECASE):
         profile = replace(profile, overlaps_tp=known.OVERLAPPED_TP)
-    found = replace(found, profile=profile)
-    # NVIDIA's speed recipes keep and sum gradients in 16 bits
-    narrow = found.name.startswith(known.MEGATRON_CORE.name) and re.search(
-        r"task=|bridge|recipe", f"{name} {notes}", re.IGNORECASE
-    )
-    return replace(found, gradient_bytes=2.0) if narrow else found
+    return replace(found, profile=profile)
 
 
 def _unpadded(cells: Cells) -> bool:
@@ -437,12 +432,6 @@ def _unpadded(cells: Cells) -> bool:
     return bool(recipe and by and re.search(r"\bbert", cells.get("model", ""), re.IGNORECASE))
 
 
-def _nemo(cells: Cells) -> tuple[int, int]:
-    """Return year and month of NeMo's container; (0, 0) if unknown."""
-    found = re.search(r"\b(2\d)\.(\d\d)\b.{0,12}NeMo", f"{cells.get('source', '')} {cells.get('framework', '')}")
-    return (int(found[1]), int(found[2])) if found else (0, 0)
-
-
 def _by_name(cells: Cells, device: Accelerator) -> Framework:
     name = cells.get("framework", "").lower()
     for pattern, framework in _NAMES:
@@ -450,8 +439,6 @@ def _by_name(cells: Cells, device: Accelerator) -> Framework:
             return framework
     if "megatron" in name or "nemo" in name:
         about = f"{name} {cells.get('gpu', '')} {cells.get('notes', '')}"
-        if _nemo(cells) >= (26, 6) and "MX" in cells.get("precision", "").upper():
-            return known.MEGATRON_CORE_FUSED
         return known.MEGATRON_CORE if _MODERN.search(about) else known.MEGATRON_LM
     if "fsdp" in cells.get("zero_fsdp", "").lower():
         return known.FSDP
