@@ -86,6 +86,11 @@ ROOT = Path(__file__).parents[2]
         ("Gaudi2", "Gaudi-2"),
         ("HL-225", "Gaudi-2"),
         ("Intel Gaudi 3", "Gaudi-3"),
+        ("Ascend 910B", "Ascend-910B"),
+        ("Huawei Ascend 910B3", "Ascend-910B3"),
+        ("Atlas 800T A2", "Ascend-910B"),
+        ("Ascend 910C 128GB", "Ascend-910C"),
+        ("CloudMatrix384", "Ascend-910C"),
         ("cpu", "CPU"),
         ("CPU avx512", "CPU-AVX512"),
     ],
@@ -260,3 +265,13 @@ def test_every_machine_type_names_an_entry_and_is_found_by_its_own_name() -> Non
     for name, instance in INSTANCES.items():
         assert accelerator(name).memory_bytes == CATALOGUE[instance.device].memory_bytes
         assert accelerator(accelerator(name).name) == accelerator(name)
+
+
+def test_devices_of_a_domain_or_a_mesh_are_joined_as_their_vendors_join_them() -> None:
+    """Hosts of one domain, taken for hosts on a network, would exchange experts many times too slowly."""
+    domains = {name: CATALOGUE[name].per_host for name in ("GB200", "GB300", "Ascend-910C")}
+    assert domains == {"GB200": 72, "GB300": 72, "Ascend-910C": 768}
+    assert all(CATALOGUE[name].machine for name in domains)
+    for name in ("MI300X", "MI325X", "MI355X", "Gaudi-2", "Gaudi-3", "Ascend-910B"):
+        assert CATALOGUE[name].mesh
+        assert CATALOGUE[name].per_host == 8

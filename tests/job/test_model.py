@@ -169,6 +169,12 @@ def test_a_view_stays_within_its_own_image() -> None:
     ("name", "args", "code", "fields"),
     [
         ("gtp", {}, "model.unknown", {"name": "gtp", "hint": re.compile('"gpt"')}),
+        (
+            "meta-llama/Llama-3.1-8B",
+            {},
+            "model.unknown",
+            {"hint": re.compile(r"\{transformer: \{name: llama-3\.1-8b\}\}")},
+        ),
         ("gpt", {"layer": 3}, "job.unknown_argument", {"argument": "layer", "hint": re.compile('"layers"')}),
         ("gpt", {"layer": 3, "hidden": "wide"}, "file.wrong_type", {"key": re.compile("hidden"), "value": "'wide'"}),
         ("gpt", {"hidden": 30, "heads": 4}, "model.hidden_not_multiple", {"hidden": 30, "heads": 4, "fitting": 32}),

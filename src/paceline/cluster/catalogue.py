@@ -17,6 +17,7 @@ from paceline.errors import ClusterError
 TPU = "tpu"
 HPU = "hpu"
 NEURON = "neuron"
+NPU = "npu"
 _COMPILED = (TPU, HPU, NEURON)  # whole graphs are compiled for these devices, so the host starts no kernels
 
 
@@ -223,6 +224,25 @@ GAUDI_3 = UsualHost(
     LinkSpec("21 ports of 200 Gbit/s", 525e9, 5e-6), 600, PCIE_5, 128, f"Gaudi 3 {_GAUDI_MEMORY}", mesh=True
 )
 
+# 7 links to the other devices of the host, of 28 GB/s each
+ASCEND_A2 = UsualHost(
+    LinkSpec("HCCS", 196e9, 5e-6),
+    200,
+    PCIE_4,
+    128,
+    "Atlas 800T A2 data sheet: 8 ports of 200 Gbit/s; host's link and memory assumed",
+    mesh=True,
+)
+ASCEND_A3 = UsualHost(
+    LinkSpec("Unified Bus", 196e9, 5e-6),
+    200,
+    PCIE_4,
+    96,
+    "CloudMatrix384 (arXiv:2506.12708): 400 Gbit/s for two dies; host's link and memory assumed",
+    per_host=768,
+    machine=16,
+)
+
 
 # The speed of products on the same chip scales with its power to this exponent, rounded from two published pairs:
 # 0.45: an H100 at 500 W reaches 69 % of its peak in bf16 (torchao, roofline_utils), one at 700 W 80 % (ml-engineering,
@@ -302,7 +322,7 @@ def gpu(
     chip: Chip,
     memory_gib: float,
     memory_gbps: float,
-    power_w: float,
+    power_w: float | None,
     host: UsualHost,
     source: str,
     kind: str = GPU,
@@ -549,6 +569,10 @@ _V3_ASSUMED = {"device": _HALF, "network": "assumed: 100 Gbit/s for a host of 8"
 # fp32 and tf32 have an eighth and a quarter of the peak of bf16, as for Gaudi 3; fp64 is computed in software
 _GAUDI_2 = Chip("gaudi", 2, peaks(9, 54, 432, tf32=108, fp8=865))
 _GAUDI_3 = Chip("gaudi", 8, peaks(38, 229, 459, tf32=459, bf16=1835, fp8=1835), 0.78, _MAMF)
+# fp64 is computed in software; an fp32 product takes a quarter of the cube's rate, and HF32 half
+_ASCEND = Chip("ascend", 24, peaks(16, 94, 376, tf32=188, int8=752))
+_ASCEND_20 = Chip("ascend", 20, peaks(13, 78, 313, tf32=156, int8=626))
+_ASCEND_ASSUMED = "fp64, fp32 and tf32 assumed"
 _TRAINIUM_1 = (
     "Trainium documentation, AWS Neuron: a NeuronCore-v2, half of a chip; trn1.32xlarge, links taken as both ways"
 )
@@ -569,6 +593,18 @@ TPUS = (
 OTHERS = (
     gpu("Gaudi-3", _GAUDI_3, 128, 3700, 900, GAUDI_3, "Gaudi 3 white paper", HPU),
     gpu("Gaudi-2", _GAUDI_2, 96, 2450, 600, GAUDI_2, "Gaudi 2 white paper; fp32, tf32 assumed", HPU),
+    gpu("Ascend-910B", _ASCEND, 64, 1600, 400, ASCEND_A2, f"Ascend 910B2, Atlas 800T A2; {_ASCEND_ASSUMED}", NPU),
+    gpu("Ascend-910B3", _ASCEND_20, 64, 1600, 400, ASCEND_A2, f"Atlas 800T A2; {_ASCEND_ASSUMED}", NPU),
+    gpu(
+        "Ascend-910C",
+        _ASCEND,
+        64,
+        1600,
+        None,
+        ASCEND_A3,
+        f"CloudMatrix384 (arXiv:2506.12708), one of two dies, as torch sees it; {_ASCEND_ASSUMED}",
+        NPU,
+    ),
     neuron("Trainium-2", peaks(7.5, 45.25, 166.75, tf32=166.75, fp8=324.75), 24, 725, 128, 64, 50, 32, _TRAINIUM_2),
     neuron("Trainium-1", peaks(4, 23.75, 95, tf32=95, fp8=95, int8=190), 16, 410, 96, 32, 25, 16, _TRAINIUM_1),
 )

@@ -296,6 +296,9 @@ _FAMILIES = {
     "TPU-v3": r"\btpu ?v3|^v3\b",
     "Gaudi-3": r"\bgaudi ?3|\bhl ?325l?",
     "Gaudi-2": r"\bgaudi ?2|\bhl ?225[a-h]?",
+    "Ascend-910B3": r"\b(?:ascend ?)?910 ?b3",
+    "Ascend-910B": r"\b(?:ascend ?)?910 ?b2?|\b800t a2",
+    "Ascend-910C": r"\b(?:ascend ?)?910 ?c|\bcloudmatrix ?384|\b(?:800t|900) a3",
     "Trainium-2": r"\btrainium ?2|\btrn2u?\b",
     "Trainium-1": r"\btrainium(?: ?1)?|\btrn1n?\b",
 }
@@ -304,11 +307,13 @@ _SIZE = re.compile(r"\b(\d{2,3}) ?(?:gi?b?)?\b")
 _MEMORY = re.compile(r"\b(\d{2,3}(?:\.\d+)?) ?gi?b?\b(?! ?s\b)")
 _BANDWIDTH = re.compile(r"\b(\d+(?:\.\d+)?) ?([gt])b ?(?:s|ps|p s)\b")
 _POWER = re.compile(r"\b(\d{2,4}) ?w(?:atts?)?\b")
-_MAKERS = re.compile(r"\b(nvidia|amd|instinct|geforce|tesla|quadro|google|cloud|intel|habana|aws|generation)\b ?")
+_MAKERS = re.compile(
+    r"\b(nvidia|amd|instinct|geforce|tesla|quadro|google|cloud|intel|habana|aws|huawei|generation)\b ?"
+)
 # devices whose size or speed differs from the device with a similar name
 _OTHERS = re.compile(r"\bmig\b|\blaptop\b|\bmax ?q\b|\b(?:[345]090|2080) ?d\b|\b[345]090 ?(?:ti|super)\b")
 # parts of a card or chip, although names state the memory of the whole card or chip
-_PARTS = ("MI250X", "MI250", "TPU-v3", "Trainium-1", "Trainium-2")
+_PARTS = ("MI250X", "MI250", "TPU-v3", "Ascend-910C", "Trainium-1", "Trainium-2")
 # smaller differences come from ECC or from units of 1000 or 1024, and do not mean another memory
 _ALIKE = 0.1
 

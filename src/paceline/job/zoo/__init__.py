@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from paceline.errors import JobError
+from paceline.job.known import find_model
 from paceline.job.spec import check_call, checked_args, load_object
 from paceline.job.zoo.huggingface import SimCLR, bert, from_config, image_shape, resnet50
 from paceline.job.zoo.models import GPT, MoE, cifar_cnn, mlp
@@ -70,9 +71,15 @@ def _built_in(name: str) -> Callable[..., nn.Module]:
             "model.unknown",
             'unknown zoo model "{name}". {hint} (Your own model: pkg.mod:name or file.py:name)',
             name=name,
-            hint=nearest(name, _MODELS),
+            hint=_planned_as(name) or nearest(name, _MODELS),
         )
     return _MODELS[name]
+
+
+def _planned_as(name: str) -> str:
+    """Return how to plan a well-known model; "" if the name is none."""
+    known = find_model(name)
+    return f"To plan {known.name}, write model: {{transformer: {{name: {known.name}}}}}." if known else ""
 
 
 def _from_factory(path: str, args: dict[str, Any]) -> nn.Module:
