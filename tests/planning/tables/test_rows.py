@@ -346,6 +346,9 @@ def test_sharding_is_read_by_any_of_its_names_and_else_is_the_frameworks(text: s
         ("fp8 blockwise 128x128", "fp8-block"),
         ("MXFP8", "mxfp8"),
         ("NVFP4", "fp4"),
+        ("FP8-MX", "mxfp8"),
+        ("FP8-CS (FP8-MX)", "fp8"),
+        ("fp8 fine-grained", "fp8-block"),
         ("int8 (AQT)", "int8"),
     ],
 )
@@ -474,6 +477,9 @@ def test_a_row_that_states_too_little_says_what(changed: dict[str, str], what: s
         ({"vpp": "16"}, "chunks", 8),
         ({"notes": "LoRA, rank 16"}, "lora", 16),
         ({"model": "GPT 7B LoRA"}, "lora", 32),
+        ({"cp": "2", "framework": "DeepSpeed"}, "ulysses", True),
+        ({"cp": "2", "notes": "Ulysses"}, "ulysses", True),
+        ({"cp": "2"}, "ulysses", False),
         ({}, "lora", 0),
         # a model without experts has none to divide
         ({"ep": "8"}, "ep", 1),

@@ -92,7 +92,7 @@ def products(cells: Cells) -> Products:
         return "int8"
     if not re.search(r"fp8|float8", text):
         return ""
-    if "mx" in text:
+    if "mx" in text and not text.startswith("fp8-cs"):  # "FP8-CS (FP8-MX)" states the recipe of another column
         return "mxfp8"
     if "row" in text:
         return "fp8-row"

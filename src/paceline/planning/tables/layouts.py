@@ -72,6 +72,8 @@ def layout_of(cells: Cells, others: Sequence[Cells]) -> Layout:
         sequence=framework.sequence or table.sequence(cells),
         chunks=_chunks(cells, degrees["pp"], layers),
         lora=_lora(cells),
+        # DeepSpeed's sequence parallelism exchanges heads
+        ulysses=framework.name == known.DEEPSPEED.name or "ulysses" in " ".join(cells.values()).lower(),
     )
     layout = replace(layout, schedule="interleaved" if layout.chunks > 1 else _schedule(cells))
     layout = _sharded(layout, cells, data_ranks, framework)
