@@ -121,17 +121,13 @@ def _divides_always(layout: Layout, framework: Framework) -> bool:
     return framework.name == MEGATRON_DEEPSPEED.name and layout.precision == "bf16"
 
 
-# the scripts of NVIDIA's U-Nets pass --xla
-_XLA = re.compile(r"\bXLA\b|DeepLearningExamples\S* TensorFlow2?/Segmentation/UNet")
-
-
 def _for_model(framework: Framework, trace: ModelTrace, cells: Cells) -> Framework:
     """Adapt a framework's profile to convolutions, whose kernels differ from those of transformers."""
     if not any(gemm.read for block in trace.blocks for gemm in block.gemms):
         return framework
     if not re.search(r"tensorflow|\btf\b|horovod", cells.get("framework", ""), re.IGNORECASE):
         return TORCH_IMAGES
-    return TENSORFLOW_FUSED_IMAGES if _XLA.search(" ".join(cells.values())) else TENSORFLOW_IMAGES
+    return TENSORFLOW_FUSED_IMAGES if re.search(r"\bXLA\b", " ".join(cells.values())) else TENSORFLOW_IMAGES
 
 
 def _ranks(cells: Cells, inside: int) -> int:
