@@ -18,7 +18,8 @@ rows that are not used, with why.
 
 Figures: `mean_error`, `mean_over_tables`, `p90_error` (calibrated), `one_factor_mean_error`, `cold_mean_error`,
 `cold_mean_over_tables`, `mean_regret`, `tables_worse_than_null` (calibrated), `false_oom` (share of the rows that ran
-which are predicted not to fit), `missed_oom` (rows that ran out of memory and are predicted to fit),
+which are predicted not to fit), `missed_oom` (rows that ran out of memory and are predicted to fit), `fits_right`
+(share of both kinds with the right verdict), `memory_coverage_80`,
 `memory_median_error`, `coverage_80`, `unusable_share`; those of each table with `_of_` and its name.
 """
 
@@ -35,24 +36,15 @@ from pathlib import Path
 
 from measure import environment_line, parser_of
 from paceline.planning.cost.estimate import predict_layout
-from paceline.planning.cost.layout import Layout, Prediction
+from paceline.planning.cost.layout import Layout
 from paceline.planning.machines import adjustment
+from paceline.planning.tables.row_memory import counted_bytes
 from published_fit import cold_seconds
 from published_null import null_seconds
 from published_rows import TABLES, Row, Skipped, read, set_aside
 from published_score import Predicted, Score, mean, score
 
 GIB = 2**30
-# lines whose memory was looked at when the constants of the memory model were set
-WEIGHED_BY_HAND = {
-    ("bloom_tr11_a100", 2),
-    ("bloom_tr11_a100", 17),
-    ("bloom_tr11_a100", 32),
-    ("bloom_tr11_a100", 47),
-    ("torchtitan_llama_given", 2),
-    ("torchtitan_llama_given", 6),
-    ("torchtitan_llama_given", 17),
-}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -108,10 +100,9 @@ def predict(rows: Sequence[Row], aside: set[tuple[str, int]]) -> list[Predicted]
                     one.step_time_s * factor_alone.factor(row.layout),
                     cold.get(row.place, math.nan),
                     nulls.get(row.place, math.nan),
-                    _memory_gib(row, one),
+                    counted_bytes(row) / GIB,
                     one.fits,
                     factors.interval(row.layout, seconds),
-                    row.place not in WEIGHED_BY_HAND,
                 )
             )
     return found
@@ -135,6 +126,8 @@ def figures(predicted: Sequence[Predicted], skipped: Sequence[Skipped]) -> dict[
         "tables_worse_than_null": sum(found.mean_error > found.null_mean_error for found in timed.values()),
         "false_oom": total.oom_false / max(total.rows, 1),
         "missed_oom": total.oom_missed,
+        "fits_right": 1 - (total.oom_false + total.oom_missed) / max(total.rows + total.out_of_memory, 1),
+        "memory_coverage_80": total.memory_coverage,
         "memory_median_error": total.memory_median_error,
         "coverage_80": total.coverage,
         "cold_coverage_80": total.cold_coverage,
@@ -148,13 +141,6 @@ def figures(predicted: Sequence[Predicted], skipped: Sequence[Skipped]) -> dict[
 
 def _seconds(layout: Layout) -> float:
     return predict_layout(layout).step_time_s
-
-
-def _memory_gib(row: Row, ours: Prediction) -> float:
-    """As the row counts it: some count activations alone."""
-    if "activation memory" in row.cells.get("notes", "").lower():
-        return (ours.memory["activations"] + ours.memory.get("logits", 0.0)) / GIB
-    return ours.memory_bytes / GIB
 
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:

@@ -14,11 +14,13 @@ import numpy as np
 from scipy.stats import spearmanr
 
 from paceline.planning.cost.layout import Interval
+from paceline.planning.cost.memory import SPREAD
 from paceline.planning.machines import Adjustment
 from published_rows import Row
 
 # plans that are predicted this near to each other, relative, are a tie
 TIE = 1e-3
+_Z80 = 1.2816
 
 
 @dataclass(frozen=True)
@@ -31,7 +33,6 @@ class Predicted:
         cold_s: with constants that no row of its table was used for.
         null_s: by the null model.
         memory_gib: as the row counts it, activations alone or all.
-        weighed: True if its memory counts: no constant was fitted to it.
     """
 
     row: Row
@@ -42,7 +43,6 @@ class Predicted:
     memory_gib: float
     fits: bool
     interval: Interval
-    weighed: bool = True
 
     @property
     def measured_s(self) -> float:
@@ -65,6 +65,7 @@ class Score:
         cold_error, cold_bias: the same of predictions without the table.
         regret: for groups of different plans for equal work: measured time of the plan predicted fastest / of the
             fastest − 1, mean and worst. Of plans in a tie the mean counts; `ties` is the number of such groups.
+        memory_coverage: part of the measured memories inside their 80 % interval.
         coverage, cold_coverage: part of the measured times inside their 80 % interval, calibrated and cold.
         out_of_memory: rows that ran out of memory; `oom_missed` of them were predicted to fit, and `oom_false` others
             not to.
@@ -90,6 +91,7 @@ class Score:
     null_mean_regret: float
     memory_rows: int
     memory_median_error: float
+    memory_coverage: float
     out_of_memory: int
     oom_missed: int
     oom_false: int
@@ -102,9 +104,7 @@ def score(predicted: Sequence[Predicted]) -> Score:
     errors = [each.error for each in timed]
     groups = _groups(timed)
     regrets = [regret(group, lambda each: each.seconds) for group in groups]
-    weighed = [
-        abs(each.memory_gib / each.row.memory_gib - 1) for each in predicted if each.row.memory_gib and each.weighed
-    ]
+    weighed = [each.memory_gib / each.row.memory_gib for each in predicted if each.row.memory_gib]
     burst = [each for each in predicted if each.row.out_of_memory]
     return Score(
         rows=len(timed),
@@ -128,7 +128,8 @@ def score(predicted: Sequence[Predicted]) -> Score:
         null_mean_error=mean([abs(each.null_s / each.measured_s - 1) for each in timed]),
         null_mean_regret=mean([regret(group, lambda each: each.null_s)[0] for group in groups]),
         memory_rows=len(weighed),
-        memory_median_error=quantile(weighed, 0.5),
+        memory_median_error=quantile([abs(ratio - 1) for ratio in weighed], 0.5),
+        memory_coverage=mean([float(abs(math.log(ratio)) <= _Z80 * SPREAD) for ratio in weighed]),
         out_of_memory=len(burst),
         oom_missed=sum(each.fits for each in burst),
         oom_false=sum(not each.fits for each in timed),

@@ -282,6 +282,20 @@ def shares(logits: Tensor, target: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1), target.flatten(), reduction="sum") / (2 * BATCH * LENGTH)
 
 
+class WatchedStage(PipelineStage):
+    """Stage that counts the whole gradients that are held after each microbatch's backward pass."""
+
+    fully: FullySharded
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.whole: list[int] = []
+
+    def backward_one_chunk(self, *args: Any, **kwargs: Any) -> None:
+        super().backward_one_chunk(*args, **kwargs)
+        self.whole.append(len(self.fully.whole_gradients()))
+
+
 def gradients_in_a_pipeline(schedule: str, zero: int) -> Weights:
     """Two stages, each over two ranks: the gradients of this rank's stage after one step."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "fsdp"))
@@ -292,7 +306,8 @@ def gradients_in_a_pipeline(schedule: str, zero: int) -> Weights:
         [stage], submodules(stage, find_blocks(stage)), dict(stage.named_parameters()), parts, mesh["fsdp"],
         zero=zero, precision="fp32", offload=False, pipelined=True,
     )  # fmt: skip
-    runner = PipelineStage(stage, number, 2, torch.device("cpu"), group=mesh.get_group("pp"))
+    runner = WatchedStage(stage, number, 2, torch.device("cpu"), group=mesh.get_group("pp"))
+    runner.fully = fully
     pipeline: Any = Schedule1F1B(runner, 4, shares, scale_grads=False)
     if schedule == "zero-bubble":
         pipeline = ScheduleInterleavedZeroBubble([runner], 4, shares, scale_grads=False)
@@ -302,6 +317,10 @@ def gradients_in_a_pipeline(schedule: str, zero: int) -> Weights:
             p.grad = None
         pipeline.step(x) if number == 0 else pipeline.step(target=x)
         fully.after_backward()
+    assert not fully.whole_gradients()
+    if schedule == "1f1b":
+        # zero=2 reduce-scatters the gradients of each microbatch; otherwise, they add up in whole tensors
+        assert [bool(count) for count in runner.whole] == [zero != 2] * 8
     grads = {n: local(p.grad) for n, p in stage.named_parameters() if p.grad is not None}
     full = {}
     for name, own in grads.items():
@@ -312,7 +331,7 @@ def gradients_in_a_pipeline(schedule: str, zero: int) -> Weights:
     return full
 
 
-@pytest.mark.parametrize(("schedule", "zero"), [("1f1b", 1), ("zero-bubble", 3)])
+@pytest.mark.parametrize(("schedule", "zero"), [("1f1b", 1), ("1f1b", 2), ("zero-bubble", 3)])
 def test_a_sharded_stage_of_a_pipeline_gets_the_gradients_of_one_process(
     ranks: Ranks, schedule: str, zero: int
 ) -> None:

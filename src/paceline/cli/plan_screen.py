@@ -132,7 +132,8 @@ def show_winner(explanation: Explanation, console: Console) -> None:
         figures.append(("tokens/s", digits(prediction.throughput * explanation.tokens)))
     if prediction.mfu is not None:
         figures.append(("MFU", str(percent(prediction.mfu))))
-    figures.append(("memory", str(size(prediction.memory_bytes))))
+    likely = percent(min(prediction.fit_probability, 0.999), 0 if prediction.fit_probability < 0.99 else 1)
+    figures.append((f"memory, fits with {likely}", str(size(prediction.memory_bytes))))
     if cost is not None:
         figures.append((cost.of, digits(cost.value)))
     table = Table.grid(padding=(0, 4, 0, 0))

@@ -65,7 +65,8 @@ def _of_fsdp(engine: RankEngine) -> tuple[list[Tensor], list[Tensor]]:
     # as in `split.fsdp`, because gathered parameters have no public name
     groups: list[Any] = [group for module in modules for group in module._get_fsdp_state()._fsdp_param_groups]
     held = [one for group in groups for one in group.fsdp_params]
-    gradients = [one.unsharded_accumulated_grad for one in held if one.unsharded_accumulated_grad is not None]
+    fully = None if engine.split is None else engine.split.fully
+    gradients = [] if fully is None else fully.whole_gradients()
     return [tensor for one in held for tensor in one.all_gather_outputs], gradients
 
 

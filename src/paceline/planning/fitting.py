@@ -11,7 +11,7 @@ from paceline.job.job import Job
 from paceline.planning.check.plan_context import Check, PlanContext
 from paceline.planning.check.plan_errors import nearest_plan
 from paceline.planning.check.split_rules import MEMORY
-from paceline.planning.cost.memory import RESERVE, by_part, capacity_bytes, memory
+from paceline.planning.cost.memory import MEASURED_SHARE, by_part, capacity_bytes, memory
 from paceline.planning.machines import machines
 from paceline.planning.plan import Plan
 from paceline.planning.prediction import Layouts
@@ -47,7 +47,7 @@ def plan_that_fits(
     def too_large(context: PlanContext) -> PlanProblem | None:
         with suppress(PacelineError):  # a plan that cannot be predicted is refused
             activations, others, room = _predicted(layouts, context.plan, room_bytes)
-            if time.monotonic() < until and factor * activations + others <= (1 - RESERVE) * room:
+            if time.monotonic() < until and factor * activations + others <= MEASURED_SHARE * room:
                 return None
         return PlanProblem("plan.out_of_memory", "plan {plan} needs more memory than is available", plan=context.plan)
 

@@ -18,6 +18,7 @@ from paceline.cluster.named import domains, known, nearest_to
 from paceline.errors import ClusterError
 from paceline.planning.cost.layout import Interval, Layout, Machines, Prediction
 from paceline.planning.cost.measured import calibration_of
+from paceline.planning.cost.memory import SPREAD as SPREAD_OF_MEMORY
 from paceline.units import count
 
 if TYPE_CHECKING:
@@ -247,11 +248,28 @@ class Adjustment:
             on a device, or these with a precision.
         errors: logarithms of measured / predicted that remain after these factors.
         near: model of errors that similar runs share, as an additional correction; None for no such correction.
+        memory_logs: logarithms of measured / predicted peak memory.
     """
 
     logs: dict[Key, float] = field(default_factory=dict)
     errors: tuple[float, ...] = ()
     near: Alike | None = None
+    memory_logs: tuple[float, ...] = ()
+
+    @property
+    def memory_factor(self) -> float:
+        """Factor by which predicted memory is multiplied; a prior keeps it near 1 for few runs."""
+        return math.exp(self._memory_log)
+
+    @property
+    def memory_spread(self) -> float:
+        """Standard deviation of the logarithm of a corrected prediction of memory."""
+        squares = SPREAD_RUNS * SPREAD_OF_MEMORY**2 + sum((log - self._memory_log) ** 2 for log in self.memory_logs)
+        return math.sqrt(squares / (SPREAD_RUNS + len(self.memory_logs)))
+
+    @property
+    def _memory_log(self) -> float:
+        return sum(self.memory_logs) / (len(self.memory_logs) + 1)
 
     def factor(self, layout: Layout) -> float:
         """Return the factor by which the predicted step time of a layout is multiplied."""
@@ -301,16 +319,19 @@ def adjustment(runs: Iterable[Row], predicted_s: Callable[[Layout], float], *, r
         rounds: number of times that the factors and the shared errors are fitted in turn; 0 fits only the factors.
     """
     from paceline.planning.shortlist import alike  # delay the import of numpy, which takes a while
+    from paceline.planning.tables.row_memory import memory_ratio
 
+    runs = list(runs)
+    memory_logs = tuple(math.log(memory_ratio(row)) for row in runs if row.memory_gib)
     pairs = [(row.layout, math.log(row.seconds / predicted_s(row.layout))) for row in runs if row.seconds]
     if not pairs:
-        return Adjustment()
+        return Adjustment(memory_logs=memory_logs)
     layouts, logs, near = [layout for layout, _ in pairs], _factors(pairs), None
     for _ in range(rounds):
         near = alike(layouts, [log - _log_of_kind(layout, logs) for layout, log in pairs])
         logs = _factors([(layout, log - near.log(layout)) for layout, log in pairs])
     left = near.left if near else [log - _log_of_kind(layout, logs) for layout, log in pairs]
-    return Adjustment(logs, tuple(_left(pairs, left)), near)
+    return Adjustment(logs, tuple(_left(pairs, left)), near, memory_logs)
 
 
 def own_adjustment(runs: Iterable[Row], predicted_s: Callable[[Layout], float]) -> Adjustment:

@@ -76,6 +76,11 @@ def stages_per_rank(schedule: str, virtual: int = 2) -> int:
     return virtual if schedule == "interleaved" else 2 if schedule in V_SCHEDULES else 1
 
 
+def reduces_once(zero: int, pp: int, schedule: str) -> bool:
+    """Return True if fsdp adds up the gradients of all microbatches before it reduces them."""
+    return zero == 1 or (pp > 1 and (zero == 3 or schedule in V_SCHEDULES))
+
+
 T = TypeVar("T")
 
 

@@ -20,7 +20,7 @@ from paceline.planning.limits import (
     scales_of_shards,
 )
 from paceline.planning.model.forward_pass import find_blocks, submodules
-from paceline.planning.plan import REPLICA, Plan
+from paceline.planning.plan import REPLICA, V_SCHEDULES, Plan
 from paceline.split.activation_offload import offload_activations
 from paceline.split.context_parallel import Context, divide_context
 from paceline.split.deferred_init import DeferredModel, allocate
@@ -215,6 +215,7 @@ class Split:
                 precision=precision,
                 offload=plan.offload,
                 pipelined=self.pipeline is not None,
+                deferred=plan.schedule in V_SCHEDULES,
             )
             self.report += self.fully.notes
 

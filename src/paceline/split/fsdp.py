@@ -17,9 +17,10 @@ zero  parameters                          gradients                          sen
 1     gathered once a step                whole until the last microbatch    1 of each
 ====  ==================================  =================================  ============================
 
-In a pipeline, PyTorch's `PipelineStage` ignores `zero`. It reduces gradients once per step and keeps parameters
-gathered during the step. With zero=3, each microbatch would gather a stage twice, and zero-bubble schedules would need
-a third gather.
+In a pipeline, parameters stay gathered during the step. With zero=3, each microbatch would gather a stage twice, and
+zero-bubble schedules would need a third gather. Gradients are reduced once per step, as with zero=1, except that zero=2
+reduce-scatters those of every microbatch. Schedules that compute gradients of weights later (`V_SCHEDULES`) reduce once
+per step in any case.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
@@ -71,6 +72,7 @@ class FullySharded:
         offload: whether shards, gradients and optimizer state are in host memory, from which parameters are gathered.
             If the rank computes on the CPU, this only adds a note.
         pipelined: True if PyTorch's pipeline schedules run the stages.
+        deferred: True if their schedule computes the gradients of weights after the other gradients.
 
     Attributes:
         casts: True if FSDP2 casts parameters and inputs to bfloat16; if False, `bf16` requires autocast.
@@ -93,6 +95,7 @@ class FullySharded:
         precision: str,
         offload: bool,
         pipelined: bool,
+        deferred: bool = False,
     ) -> None:
         bf16 = base_precision(precision) == "bf16"
         self.casts = bf16 and not any(isinstance(m, _BatchNorm) for stage in stages for m in stage.modules())
@@ -126,7 +129,8 @@ class FullySharded:
                 _name_collectives(stage)
         self._stages = [stage for stage in stages if isinstance(stage, FSDPModule)]
         self._handles = [stage.register_forward_hook(_forget_gathered) for stage in stages]
-        self._used = _Used(stages)
+        scatters = pipelined and zero == 2 and not deferred
+        self._used = _Used(stages, scatters=scatters)
         whole = f"; {len(scalars)} without dimensions stay whole" if scalars else ""
         self.notes = [
             f"fsdp: {len(set(named.values())) - len(scalars)} parameters in {devices.size()} shards along dimension 0, "
@@ -143,10 +147,8 @@ class FullySharded:
                 "and autocast casts"
             )
         if pipelined and zero != 1:
-            self.notes.append(
-                f"zero={zero}: a pipeline keeps parameters gathered, and gradients whole, within a step; between "
-                "steps they are slices"
-            )
+            whole = "parameters gathered" if scatters else "parameters gathered, and gradients whole,"
+            self.notes.append(f"zero={zero}: a pipeline keeps {whole} within a step; between steps they are slices")
 
     def microbatch(self, last: bool) -> None:
         """Set whether this microbatch reduces gradients and reshards parameters.
@@ -168,6 +170,12 @@ class FullySharded:
         FSDP2 leaves zeros as gradients of such parameters, but a single process has no gradient for them.
         """
         self._used.drop_unused(self._devices)
+
+    def whole_gradients(self) -> list[Tensor]:
+        """Return the gradients of gathered parameters that are not reduced yet."""
+        held = [one for group in self._used.groups for one in group.fsdp_params if hasattr(one, "_unsharded_param")]
+        gradients = [one.unsharded_accumulated_grad for one in held] + [one._unsharded_param.grad for one in held]
+        return [gradient for gradient in gradients if gradient is not None]
 
     def close(self) -> None:
         """Free gathered parameters, even after a failed step.
@@ -291,10 +299,15 @@ class _Used:
     FSDP2 sets the gradients of all other parameters to zero, and an optimizer would apply these zeros. The flags are
     read from FSDP2's parameter groups, as in PyTorch's own `PipelineStage`, because gathered parameters have no public
     name and zero-bubble schedules set gradients without running hooks.
+
+    Args:
+        scatters: True to reduce-scatter the gradients of each microbatch of a pipeline, although torch's stages ask for
+            that only at the end of a step.
     """
 
-    def __init__(self, stages: Sequence[nn.Module]) -> None:
+    def __init__(self, stages: Sequence[nn.Module], *, scatters: bool) -> None:
         self.flags: dict[Any, bool] = {}
+        self._scatters = scatters
         modules = [module for stage in stages for module in stage.modules() if isinstance(module, FSDPModule)]
         self.groups: list[Any] = [g for module in modules for g in module._get_fsdp_state()._fsdp_param_groups]
         for group in self.groups:
@@ -310,6 +323,9 @@ class _Used:
                     self.flags[one] = (
                         one._unsharded_param.grad is not None or one.unsharded_accumulated_grad is not None
                     )
+            if self._scatters:
+                # only the call at the end of a step reshards, and then nothing is left to reduce
+                group.reduce_grads = not group.reshard_after_backward
             reduce(*unused)
 
         return note_and_reduce

@@ -153,6 +153,7 @@ def state_bytes(plan: Plan, job: Job, model: ModelInfo) -> int:
     This minimum holds both during and between steps. Activations are not included.
     """
     from paceline.planning.model.model_info import optimizer_bytes, state_tensors
+    from paceline.planning.plan import reduces_once
 
     whole, trained, largest_block = _held(plan, model)
     size = plan.held_bytes(job)
@@ -160,8 +161,7 @@ def state_bytes(plan: Plan, job: Job, model: ModelInfo) -> int:
         # one block at a time is on the device, with its gradients
         return int(size * 2 * largest_block)
     kept = whole if plan.zero < 3 or plan.pp > 1 else max(whole / plan.fsdp, largest_block)
-    # torch's pipelines gather and reduce once a step
-    gradients = trained if plan.zero == 1 or plan.pp > 1 else trained / plan.fsdp
+    gradients = trained if reduces_once(plan.zero, plan.pp, plan.schedule) else trained / plan.fsdp
     state = optimizer_bytes(job, state_tensors(job, model), size)
     return int(size * (kept + gradients) + state * trained / plan.fsdp)
 

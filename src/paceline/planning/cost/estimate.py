@@ -29,8 +29,17 @@ from paceline.planning.cost.layout import (
     sums_in_memory,
 )
 from paceline.planning.cost.measured import measured_inputs, measured_memory
-from paceline.planning.cost.memory import capacity_bytes, host_fits, kept_bytes, memory, offloaded_bytes, trained_part
+from paceline.planning.cost.memory import (
+    capacity_bytes,
+    fit_probability,
+    host_fits,
+    kept_bytes,
+    memory,
+    offloaded_bytes,
+    trained_part,
+)
 from paceline.planning.cost.stages import StageCost, StepInputs, exposed_s, hop_s, pipeline_s, simulated, stage_times
+from paceline.planning.plan import reduces_once
 from paceline.units import size
 
 
@@ -41,6 +50,7 @@ def predict_layout(layout: Layout) -> Prediction:
     held = measured_memory(layout, memory(layout))
     held |= copies(layout, held)
     used = int(sum(held.values()))
+    likely = fit_probability(layout, used) if host_fits(layout) else 0.0
     peak = peak_flops(device_of(layout), layout.precision) * layout.ranks
     flops = sum(layout.trace.training_flops) * layout.global_batch
     return Prediction(
@@ -50,7 +60,8 @@ def predict_layout(layout: Layout) -> Prediction:
         mfu=flops / step / peak if peak else None,
         breakdown=parts,
         memory=held,
-        fits=used <= capacity_bytes(layout) and host_fits(layout),
+        fits=likely >= 0.5,
+        fit_probability=likely,
         notes=_notes(layout),
     )
 
@@ -192,10 +203,10 @@ def _fsdp_s(layout: Layout, slow: StageCost) -> float:
     gathered = gather_s(slow.parameters * layout.gathered_bytes, link, slow.blocks)
     scattered = gather_s(trained * layout.sync_bytes, link, slow.blocks)
     one = exposed_s(scattered, slow.backward) + scattered / slow.blocks
-    # pipelines gather and scatter once a step, for every `zero`
-    if layout.pp > 1 or layout.zero == 1:
+    if reduces_once(layout.zero, layout.pp, layout.schedule):
         return gathered + one
-    if layout.zero == 2:
+    # pipelines gather once a step, for every `zero`
+    if layout.zero == 2 or layout.pp > 1:
         return gathered + layout.microbatches * one
     again = gathered
     if layout.regather_ranks:

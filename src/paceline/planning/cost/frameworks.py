@@ -31,6 +31,9 @@ class Framework:
         folds: True if whole experts are distributed over the ranks of tp and dp.
         sequence: True if tp ranks also divide the tokens of norms and residuals (sequence parallelism).
         shards_over_cp: True if the state is sharded over cp ranks as well as fsdp ranks.
+        recomputes: recomputation of runs that do not state it, if the framework has a default.
+        cuts_by_cost: True if pipeline stages have equal shares of the multiplications, instead of equal numbers of
+            layers.
     """
 
     profile: FrameworkProfile
@@ -42,6 +45,8 @@ class Framework:
     folds: bool = False
     sequence: bool = False
     shards_over_cp: bool = False
+    recomputes: Literal["", "selective"] = ""
+    cuts_by_cost: bool = False
 
     @property
     def fitted(self) -> FrameworkProfile:
@@ -137,6 +142,8 @@ NANOTRON = Framework(
     gradient_bytes=4.0,
     sync_bytes=4.0,
     order=MEGATRON_ORDER,
+    sequence=True,
+    cuts_by_cost=True,
 )
 COMPOSER = Framework(FrameworkProfile("Composer FSDP", kernels=1.5), full=True)
 TORCHTITAN = Framework(
@@ -144,6 +151,7 @@ TORCHTITAN = Framework(
     full=True,
     shards="zero3",
     sequence=True,
+    recomputes="selective",
     shards_over_cp=True,
 )
 # torch.compile fuses memory-bound kernels
@@ -152,6 +160,12 @@ TORCHTITAN_COMPILED = Framework(
     full=True,
     shards="zero3",
     sequence=True,
+    recomputes="selective",
+    shards_over_cp=True,
+)
+# until 2024, torchtitan did not compile its loss
+TORCHTITAN_2024 = replace(
+    TORCHTITAN_COMPILED, profile=replace(TORCHTITAN_COMPILED.profile, name="torchtitan of 2024, compiled")
 )
 DDP = Framework(FrameworkProfile("DDP", flash=False, kernels=1.5), full=True)
 # Horovod's ranks coordinate which gradients are ready once per cycle, of 5 ms until release 0.21 (its release notes)
@@ -192,6 +206,7 @@ FRAMEWORKS = (
     COMPOSER,
     TORCHTITAN,
     TORCHTITAN_COMPILED,
+    TORCHTITAN_2024,
     DDP,
     HOROVOD,
     HOROVOD_UNFUSED,

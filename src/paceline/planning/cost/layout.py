@@ -372,7 +372,8 @@ class Prediction:
             unknown.
         breakdown: seconds for each of `PARTS`; they sum to `step_time_s`.
         memory: bytes for each use of memory (`HOLDERS`); they sum to `memory_bytes`.
-        fits: True if `memory_bytes` fits on the device.
+        fit_probability: probability that the peak memory of each rank fits on its device.
+        fits: True if this is more likely than not.
         notes: sentences that state what the prediction does not include.
         interval: interval of the measured step time; None during a search.
     """
@@ -384,6 +385,7 @@ class Prediction:
     breakdown: dict[str, float]
     memory: dict[str, float]
     fits: bool = True
+    fit_probability: float = 1.0
     cost_per_run: float | None = None
     notes: tuple[str, ...] = field(default=())
     interval: Interval | None = None

@@ -7,16 +7,18 @@ arXiv:2104.04473, §2.2) and Qi et al. (2024, arXiv:2401.10241).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from functools import cache
 from itertools import accumulate, pairwise
+from statistics import NormalDist
 from typing import NamedTuple
 
 from paceline.job.loss import WHOLE_LOGITS_BYTES, chunk_rows
 from paceline.planning.cost.layout import Layout
 from paceline.planning.cost.stages import stages
 from paceline.planning.model.graph import BlockTrace, ModelTrace
-from paceline.planning.plan import V_SCHEDULES
+from paceline.planning.plan import AXES, V_SCHEDULES, reduces_once
 
 HOLDERS = (
     "parameters",
@@ -42,14 +44,27 @@ PARTS = {
 }
 # on a GPU: context, libraries' workspaces, NCCL's channel buffers
 RUNTIME_BYTES = 1.4e9
+# channels of one NCCL communicator: 16 to 32, each with buffers of `NCCL_BUFFSIZE` (4 MiB) to two neighbours
+COMMUNICATOR_BYTES = 2.5e8
 # a process with torch, the engine and a small data set
 RUNTIME_BYTES_ON_CPU = 3.95e8
 # mean factor by which torch rounds pinned host memory up to a power of two
 PINNED_ROUNDING = 1.44
 # fraction of a step's temporary memory lost to fragmentation
 FRAGMENTS = 0.03
-# share of a GPU for its driver and for prediction errors; proposed plans leave it free
-RESERVE = 0.03
+# the same if the allocator's segments cannot grow (the default of PYTORCH_CUDA_ALLOC_CONF) and sizes vary
+_SEGMENTS = 0.08
+# share of a GPU for its driver
+RESERVE = 0.01
+# Standard deviation of the logarithm of measured / predicted peak memory, and of the same if the job was measured on
+# the machine (assumed). Four in five rows of published tables lie within 1.28 such deviations
+# (`memory_coverage_80` of `benchmarks/published.py`).
+SPREAD, MEASURED_SPREAD = 0.15, 0.1
+# smallest probability that a proposed plan fits
+PROPOSED = 0.8
+_PROPOSED_Z = NormalDist().inv_cdf(PROPOSED)
+# share of a rank's memory that a plan may use by a prediction that runs on the machine have corrected
+MEASURED_SHARE = (1 - RESERVE) * math.exp(-_PROPOSED_Z * MEASURED_SPREAD)
 
 
 class MemoryModel(NamedTuple):
@@ -57,9 +72,10 @@ class MemoryModel(NamedTuple):
 
     Attributes:
         workspace_bytes: bytes of buckets and buffers, independent of the model.
-        update_bytes: temporary bytes during an optimizer update, per parameter whose state the rank holds.
-        narrow_gradients: True if gradients in the precision of activations are kept in addition to the accumulated
-            four-byte gradients.
+        update_bytes: temporary bytes during an optimizer update, per parameter whose state the rank holds; in addition
+            to the memory that activations have left cached.
+        narrow_gradients: True if replicas have buffers of gradients in the precision of activations in addition to the
+            accumulated four-byte gradients, as with DistributedDataParallel.
         stage_results: number of copies of a stage's output that are kept until the gradient of the output arrives.
         products: True if remat=selective keeps only results of matrix products and recomputes all other results.
         head: peak memory of the head, relative to its saved 32-bit log-probabilities; below 1 if the loss overwrites
@@ -71,6 +87,9 @@ class MemoryModel(NamedTuple):
         narrow_scattered: True if gradients are reduce-scattered in the precision of activations.
         keeps_wide: True if products in low precision keep their inputs in the precision of activations, as torchao's.
         fragments: fraction of a step's temporary memory that is lost to fragmentation.
+        gathered_inputs: True if sequence parallelism keeps the gathered inputs of matrix products instead of gathering
+            them again in the backward pass (Korthikanti et al., §4.2.2, gathers again).
+        gates: True if gated layers keep the activation of the gate as well as its input, as separate kernels do.
     """
 
     workspace_bytes: float = 0.0
@@ -85,39 +104,56 @@ class MemoryModel(NamedTuple):
     narrow_scattered: bool = False
     keeps_wide: bool = False
     fragments: float = FRAGMENTS
+    gathered_inputs: bool = False
+    gates: bool = False
 
 
+# DeepSpeed's `reduce_bucket_size` and `allgather_bucket_size`, of 5e8 numbers of 16 bits each
+_BUCKETS = 2e9
 # by the prefix of the framework's name
 _MEMORY_MODELS = {
     "paceline": MemoryModel(products=True, head=3.5, head_wide=4.0, keeps_wide=True),
-    "Megatron-DeepSpeed eager": MemoryModel(workspace_bytes=2e9, update_bytes=4.0),  # two buckets of 5e8 numbers
-    # In addition, what ZeRO 1 flattens into them: fitted to the least that lines 2, 17, 32 and 47 of
-    # bloom_tr11_a100.csv lack.
-    "Megatron-DeepSpeed": MemoryModel(workspace_bytes=8.2e9, update_bytes=4.0, narrow_gradients=True),
+    # ZeRO-1 flattens a rank's part of the gradients in 16 bits and casts it to 32
+    "Megatron-DeepSpeed": MemoryModel(
+        workspace_bytes=_BUCKETS, update_bytes=6.0, narrow_gradients=True, fragments=_SEGMENTS
+    ),
     # frees a stage's result after sending it
     "Megatron": MemoryModel(stage_results=0),
     "Composer": MemoryModel(head=1 / 2),  # FlashAttention's cross entropy
-    "torchtitan, compiled": MemoryModel(apart=True, head=2.55, fragments=0.1),
-    "torchtitan": MemoryModel(apart=True, head=3.0, fragments=0.1),  # as printed: the memory that the allocator holds
+    # logits and their gradient in 16 bits, since the loss is compiled too
+    "torchtitan, compiled": MemoryModel(apart=True, head=1.0, gathered_inputs=True),
+    "torchtitan of 2024": MemoryModel(apart=True, head=2.55, fragments=_SEGMENTS, gathered_inputs=True),
+    "torchtitan": MemoryModel(apart=True, head=3.0, fragments=_SEGMENTS, gathered_inputs=True, gates=True),
+    # DistributedDataParallel with a hook that accumulates in fp32; the cross entropy copies logits to fp32 once and
+    # works in place
+    "nanotron": MemoryModel(narrow_gradients=True, head=2.5, gathered_inputs=True, gates=True),
     # XLA allocates all buffers in advance, and computes logits in parts
     "MaxText": MemoryModel(apart=True, head=0.375, at_once=1, narrow_scattered=True, fragments=0.0),
 }
 _OTHER = MemoryModel()
 
 
-def memory(layout: Layout) -> dict[str, float]:
-    """Return the bytes for each of `HOLDERS` on the rank that needs the most memory."""
+def memory(layout: Layout, *, first: bool = False) -> dict[str, float]:
+    """Return the bytes for each of `HOLDERS` on the rank that needs the most memory.
+
+    Args:
+        first: True for the first pipeline stage instead, whose memory frameworks print.
+    """
     memory_model = _memory_model(layout.framework.name)
-    worst = max(
-        (_of_rank(layout, memory_model, stage, chunks) for stage, chunks in _ranks(layout, memory_model)), key=sum
-    )
+    ranks = _ranks(layout, memory_model)[: 1 if first else None]
+    worst = max((_of_rank(layout, memory_model, stage, chunks) for stage, chunks in ranks), key=sum)
     held = dict(zip(HOLDERS, worst, strict=False))
     on_core = layout.machines.device.is_core
-    held["buffers"] += 0.0 if on_core else memory_model.workspace_bytes
+    held["buffers"] += 0.0 if on_core else memory_model.workspace_bytes + COMMUNICATOR_BYTES * _communicators(layout)
     temporary = held["activations"] + held["logits"] + held["working"] + held["gathered"]
     held["fragments"] = memory_model.fragments * temporary
     held["runtime"] = _baseline_bytes(layout) if on_core else RUNTIME_BYTES
-    return held
+    found = layout.machines.adjustment
+    return held if found is None else {name: size * found.memory_factor for name, size in held.items()}
+
+
+def _communicators(layout: Layout) -> int:
+    return sum(getattr(layout, axis) > 1 for axis in AXES)
 
 
 def by_part(held: Mapping[str, float]) -> dict[str, float]:
@@ -143,12 +179,29 @@ def capacity_bytes(layout: Layout) -> float:
     return own * machines.per_host / min(layout.ranks, machines.per_host * on_a_core)
 
 
-def usable_bytes(layout: Layout) -> float:
-    """Return the part of a device's memory that a proposed plan may use, in bytes.
+def fit_probability(layout: Layout, used: float) -> float:
+    """Return the probability that a rank's memory suffices, given its predicted peak in bytes.
 
-    On GPUs, the remaining memory is reserved for the driver and for prediction errors.
+    The ratio of measured to predicted memory has a log-normal distribution.
     """
-    return capacity_bytes(layout) * (1 if layout.machines.device.is_core else 1 - RESERVE)
+    return NormalDist().cdf(math.log(_available_bytes(layout) / max(used, 1.0)) / _spread(layout))
+
+
+def usable_bytes(layout: Layout) -> float:
+    """Return the largest predicted peak of a proposed plan, in bytes: it fits with a probability of `PROPOSED`."""
+    return _available_bytes(layout) * math.exp(-_PROPOSED_Z * _spread(layout))
+
+
+def _available_bytes(layout: Layout) -> float:
+    return capacity_bytes(layout) * (1.0 if layout.machines.device.is_core else 1 - RESERVE)
+
+
+def _spread(layout: Layout) -> float:
+    """Return the standard deviation of the logarithm of a prediction; runs of the user narrow it."""
+    if getattr(layout.machines.calibration, "baseline_bytes", 0):
+        return MEASURED_SPREAD
+    found = layout.machines.adjustment
+    return SPREAD if found is None else found.memory_spread
 
 
 def offloaded_bytes(layout: Layout) -> float:
@@ -187,7 +240,10 @@ def _of_rank(
         kept *= min(2 * layout.pp / max(len(layout.trace.blocks), 1), 1.0)
     if layout.dp == layout.fsdp == layout.pp == layout.microbatches == 1 and memory_model.products:
         kept = _while_gradients_come(layout, kept, sample)
-    working += max(update - kept - logits - working - gathered, 0.0)
+    if memory_model.update_bytes:
+        working += update
+    else:
+        working += max(update - kept - logits - working - gathered, 0.0)
     received = 0.0
     # torch allocates buffers for all activations and gradients that a microbatch receives
     if layout.pp > 1 and memory_model.products:
@@ -244,18 +300,26 @@ def _state(
         gathered += (narrow + scattered) * max(largest, outside)
         if layout.regather_ranks and not whole:
             gathered += layout.gathered_bytes * numbers / min(layout.regather_ranks, shards)
-        if layout.microbatches > 1 and (layout.pp > 1 or layout.zero == 1):
+        if layout.microbatches > 1 and reduces_once(layout.zero, layout.pp, layout.schedule):
             beside = layout.gradient_bytes
-    elif memory_model.narrow_gradients and layout.gradient_bytes > layout.number_bytes:
+    elif memory_model.narrow_gradients and layout.dp > 1 and layout.gradient_bytes > layout.number_bytes:
         beside = layout.number_bytes
     trained = trained_part(layout)
     gradients = numbers * trained * (layout.gradient_bytes / shards + beside)
-    kept = (numbers * layout.parameter_bytes / shards, gradients, own * trained * layout.optimizer_bytes)
+    kept = (numbers * _weight_bytes(layout, trained) / shards, gradients, own * trained * layout.optimizer_bytes)
     if layout.offload and shards > 1 and not layout.machines.device.is_core:
         return 0.0, numbers * beside, 0.0, gathered, 0.0
     optimizer_copy = layout.parameter_bytes if layout.optimizer_bytes >= 2 * layout.parameter_bytes else 0.0
     update = own * (memory_model.update_bytes or (0.0 if layout.machines.device.is_core else optimizer_copy))
     return *kept, gathered, update * trained
+
+
+def _weight_bytes(layout: Layout, trained: float) -> float:
+    """Return the mean bytes of a weight. Weights under adapters are kept in the precision in which they are used."""
+    if not layout.lora:
+        return layout.parameter_bytes
+    frozen = 1.0 if layout.products else min(layout.parameter_bytes, layout.number_bytes)
+    return trained * layout.parameter_bytes + (1 - trained) * frozen
 
 
 def kept_bytes(layout: Layout) -> float:
@@ -356,6 +420,9 @@ def _memory_config(layout: Layout, memory_model: MemoryModel) -> MemoryConfig:
         layout.remat_share,
         bool(layout.products) and not memory_model.keeps_wide,
         _cast_copies(layout) if memory_model.keeps_wide else 0.0,
+        memory_model.gathered_inputs and layout.sequence,
+        memory_model.gates,
+        bool(layout.lora),
     )
 
 
@@ -424,6 +491,9 @@ class MemoryConfig(NamedTuple):
         share: fraction of the layers that remat=block recomputes.
         narrow: True if matrix products keep their inputs in low precision.
         copies: copies of a product's inputs while they are cast to low precision.
+        gathered: True if the gathered inputs of matrix products are kept.
+        gates: True if gated layers also keep the activation of the gate.
+        adapters: True if weights are frozen and only attention has adapters: frozen products do not keep inputs.
     """
 
     tp: int
@@ -436,6 +506,9 @@ class MemoryConfig(NamedTuple):
     share: float
     narrow: bool
     copies: float
+    gathered: bool = False
+    gates: bool = False
+    adapters: bool = False
 
 
 def block_memories(trace: ModelTrace, config: MemoryConfig) -> tuple[BlockMemory, ...]:
@@ -459,8 +532,17 @@ def _held(block: BlockTrace, config: MemoryConfig, layer: bool) -> BlockMemory:
     tp, across = config.tp, config.tp if config.sequence else 1
     dense, experts = block.vectors + block.matrices / tp, block.experts / config.expert_parts
     squares = block.kept_scores / tp if config.squares else 0.0
-    inside = block.kept_inside * (LOW_KEPT if config.narrow and block.kind != "head" else 1.0)
-    kept, result = inside / tp + block.kept_outside / across, block.boundary / across
+    result = block.boundary / across
+    inside, outside = block.kept_inside, block.kept_outside / across
+    if layer:
+        gated, down = _feed_forward(block)
+        if config.gates:
+            inside += gated
+        if config.gathered and across > 1:
+            outside += 2 * (block.boundary - result)
+        if config.adapters and down:
+            inside, outside = inside - down, outside - result
+    kept = inside * (LOW_KEPT if config.narrow and block.kind != "head" else 1.0) / tp + outside
     logits = working = classes = width = 0.0
     if block.kind == "head":
         kept, logits = block.kept_outside / across, block.kept_inside / tp
@@ -491,6 +573,14 @@ def _held(block: BlockTrace, config: MemoryConfig, layer: bool) -> BlockMemory:
         classes / tp,
         width,
     )
+
+
+def _feed_forward(block: BlockTrace) -> tuple[float, float]:
+    """Return the elements of a layer's gates, and of the input of its last product."""
+    weights = [gemm for gemm in block.gemms if not gemm.batch]
+    gates = sum(gemm.rows * gemm.n * (gemm.times - 1) for gemm in weights if gemm.divided == "n" and gemm.times == 2)
+    inputs = [gemm.rows * gemm.k for gemm in weights if gemm.divided == "k"]
+    return gates, inputs[-1] if len(inputs) > 1 else 0.0
 
 
 def _products(block: BlockTrace, config: MemoryConfig, across: int) -> float:

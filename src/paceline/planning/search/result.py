@@ -10,7 +10,7 @@ from paceline.cluster.catalogue import CATALOGUE
 from paceline.errors import PlanError
 from paceline.partition import contiguous
 from paceline.planning.cost.layout import Interval, Layout, Prediction
-from paceline.planning.cost.memory import memory, usable_bytes
+from paceline.planning.cost.memory import PROPOSED, memory, usable_bytes
 from paceline.planning.machines import Adjustment, equal_ratio, machine_count, on_other_devices, resized, shape
 from paceline.planning.model.graph import ModelTrace
 from paceline.planning.plan import DEGREES, Plan
@@ -50,7 +50,8 @@ def figures(found: Candidate | None) -> dict[str, Any]:
     Without a plan, all values are None.
     """
     if found is None:
-        return dict.fromkeys(("plan", "step_time_s", "interval_80_s", "throughput", "memory_bytes", "mfu"))
+        names = ("plan", "step_time_s", "interval_80_s", "throughput", "memory_bytes", "fit_probability", "mfu")
+        return dict.fromkeys(names)
     prediction = found.prediction
     return {
         "plan": str(found.plan),
@@ -58,6 +59,7 @@ def figures(found: Candidate | None) -> dict[str, Any]:
         "interval_80_s": [found.interval.low_s, found.interval.high_s],
         "throughput": prediction.throughput,
         "memory_bytes": prediction.memory_bytes,
+        "fit_probability": prediction.fit_probability,
         "mfu": prediction.mfu,
     }
 
@@ -330,9 +332,10 @@ def smallest_that_works(layout: Layout, global_batch: int) -> str:
     if here.fits:
         return ""
     machines = layout.machines
-    has = "its part of the host's memory is" if machines.device.is_core else f"{_a(machines.device.name)} has"
+    of = "a rank's part of the host's memory" if machines.device.is_core else _a(machines.device.name)
     said = (
-        f"At least {size(here.needed)} on each device, with {words(here.layout)}, but {has} only {size(here.room)}: "
+        f"At least {size(here.needed)} on each device, with {words(here.layout)}, but a plan may use only "
+        f"{size(here.room)} of {of} to fit with a probability of {percent(PROPOSED, 0)}: "
         f"{size(here.needed - here.room)} are missing."
     )
     more, larger = _more_hosts(layout, global_batch), _larger_device(layout, global_batch)

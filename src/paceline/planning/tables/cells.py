@@ -131,12 +131,18 @@ def recomputed(cells: Cells) -> Recomputed:
     return "none"
 
 
-def sequence(cells: Cells) -> bool:
-    """True if the row states sequence parallelism."""
+def sequence(cells: Cells, default: bool = False) -> bool:
+    """True if tp ranks divide the tokens of norms and residuals.
+
+    Args:
+        default: the framework's default, used if the row states neither it nor its flags.
+    """
     text = f"{cells.get('act_ckpt', '')} {cells.get('notes', '')}"
     if re.search(r"no sequence|no SP|sequence-parallel=False", text):
         return False
-    return bool(re.search(r"\bseq\+|seq(uence)?[- ]parallel|\+SP\b", text, re.IGNORECASE))
+    if re.search(r"\bseq\+|seq(uence)?[- ]parallel|\+SP\b", text, re.IGNORECASE):
+        return True
+    return default and "flags: " not in text
 
 
 def expert_tp(cells: Cells) -> int:

@@ -55,7 +55,9 @@ def layout_of(cells: Cells, others: Sequence[Cells]) -> Layout:
     if degrees["pp"] > len(trace.blocks):
         raise UnusableError(f"pp is {degrees['pp']}, but the model has only {len(trace.blocks)} parts")
     remat, share = table.recomputed(cells), _recomputed_share(trace, table.recomputed_modules(cells))
-    if remat == "unknown" and not cells.get("act_ckpt") and not framework.profile.flash:
+    if remat == "unknown" and framework.recomputes:
+        remat = framework.recomputes
+    elif remat == "unknown" and not cells.get("act_ckpt") and not framework.profile.flash:
         remat = "none"  # the default for image models and small models
     layout = Layout(
         trace,
@@ -69,7 +71,7 @@ def layout_of(cells: Cells, others: Sequence[Cells]) -> Layout:
         products=table.products(cells),
         remat="block" if share else "none" if remat == "unknown" else remat,
         remat_share=share or 1.0,
-        sequence=framework.sequence or table.sequence(cells),
+        sequence=table.sequence(cells, framework.sequence),
         chunks=_chunks(cells, degrees["pp"], layers),
         lora=_lora(cells),
         # DeepSpeed's sequence parallelism exchanges heads
@@ -77,7 +79,7 @@ def layout_of(cells: Cells, others: Sequence[Cells]) -> Layout:
     )
     layout = replace(layout, schedule="interleaved" if layout.chunks > 1 else _schedule(cells))
     layout = _sharded(layout, cells, data_ranks, framework)
-    layout = replace(layout, cut=_cut(layout, layers))
+    layout = replace(layout, cut=_cut_by_cost(layout) if framework.cuts_by_cost else _cut(layout, layers))
     if layout.zero_dp and not re.search("zero", cells.get("zero_fsdp", ""), re.IGNORECASE):
         # its gradients are scattered; with stage 1 they are summed whole
         framework = replace(framework, profile=replace(framework.profile, sums_gradients=False))
@@ -234,6 +236,22 @@ def _cut(layout: Layout, layers: int) -> tuple[int, ...]:
     if rest or len(layout.trace.blocks) != layers + 2:
         return ()
     return tuple(each + (stage == 0) + (stage == stages - 1) for stage in range(stages))
+
+
+def _cut_by_cost(layout: Layout) -> tuple[int, ...]:
+    """Return a cut by multiplications with weights: a stage ends with the block that exceeds its share."""
+    costs = [
+        sum(gemm.n * gemm.k * gemm.times for gemm in block.gemms if not gemm.batch) for block in layout.trace.blocks
+    ]
+    stages = layout.pp * layout.chunks
+    counts, done = [0], 0.0
+    for rest, cost in zip(range(len(costs) - 1, -1, -1), costs, strict=True):
+        counts[-1] += 1
+        done += cost
+        left = stages - len(counts)
+        if left and (done > sum(costs) / stages * len(counts) or rest <= left):
+            counts.append(0)
+    return tuple(counts)
 
 
 def _with_least_recomputed(layout: Layout) -> Layout:
@@ -434,7 +452,8 @@ def _by_name(cells: Cells, device: Accelerator) -> Framework:
     name = cells.get("framework", "").lower()
     for pattern, framework in _NAMES:
         if re.search(pattern, name):
-            return framework
+            of_2024 = framework is known.TORCHTITAN_COMPILED and re.search(r"\b2024\b", cells.get("source", ""))
+            return known.TORCHTITAN_2024 if of_2024 else framework
     if "megatron" in name or "nemo" in name:
         about = f"{name} {cells.get('gpu', '')} {cells.get('notes', '')}"
         return known.MEGATRON_CORE if _MODERN.search(about) else known.MEGATRON_LM
