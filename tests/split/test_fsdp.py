@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -10,13 +11,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleavedZeroBubble
+from torch.distributed.pipelining import Schedule1F1B, ScheduleInterleavedZeroBubble
 
 from paceline.errors import PlanError
 from paceline.planning.model.forward_pass import find_blocks, submodules
 from paceline.split.deferred_init import allocate
 from paceline.split.fsdp import FullySharded
 from paceline.split.layout import Parts, local, whole_parts
+from paceline.split.pipeline import PipelineTimer, TimedStage
 from ranks import Backend, Ranks
 
 WORDS, WIDTH, LENGTH, BATCH, MICROBATCHES, STEPS = 13, 6, 5, 8, 2, 3
@@ -282,18 +284,23 @@ def shares(logits: Tensor, target: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1), target.flatten(), reduction="sum") / (2 * BATCH * LENGTH)
 
 
-class WatchedStage(PipelineStage):
-    """Stage that counts the whole gradients that are held after each microbatch's backward pass."""
+class WatchedStage(TimedStage):
+    """Stage that counts what it holds after each microbatch's backward pass: whole gradients, and receive buffers."""
 
     fully: FullySharded
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self.timer, self.autocast, self.begin = PipelineTimer(torch.device("cpu")), nullcontext, int
         self.whole: list[int] = []
+        self.buffers: list[int] = []
 
     def backward_one_chunk(self, *args: Any, **kwargs: Any) -> None:
         super().backward_one_chunk(*args, **kwargs)
         self.whole.append(len(self.fully.whole_gradients()))
+        received = [*self.args_recv_info.values(), *self.grad_recv_info.values()]
+        held = [info.buffer for infos in received for info in infos if info.buffer is not None]
+        self.buffers.append(sum(not buffer.is_meta for buffer in held))
 
 
 def gradients_in_a_pipeline(schedule: str, zero: int) -> Weights:
@@ -318,6 +325,9 @@ def gradients_in_a_pipeline(schedule: str, zero: int) -> Weights:
         pipeline.step(x) if number == 0 else pipeline.step(target=x)
         fully.after_backward()
     assert not fully.whole_gradients()
+    # no buffers for all of the four microbatches, but for those in flight
+    assert max(runner.buffers) <= 2
+    assert runner.buffers[3] == runner.buffers[7] == 0
     if schedule == "1f1b":
         # zero=2 reduce-scatters the gradients of each microbatch; otherwise, they add up in whole tensors
         assert [bool(count) for count in runner.whole] == [zero != 2] * 8

@@ -408,9 +408,11 @@ class PipelineTimer:
 
 
 class TimedStage(PipelineStage):
-    """torch's pipeline stage with a timer.
+    """torch's pipeline stage with a timer, and with buffers only for microbatches in flight.
 
-    Forward passes run within `autocast`.
+    Forward passes run within `autocast`. torch's stage has buffers for what each microbatch of a step receives. Here,
+    the buffers of a microbatch exist from the time at which it is received to the end of its backward pass. Schedules
+    that compute gradients of weights later keep all buffers.
     """
 
     timer: PipelineTimer
@@ -426,6 +428,35 @@ class TimedStage(PipelineStage):
         with self.timer.computing():
             self.begin(bwd_chunk_id)
             super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
+        self._free(self.args_recv_info[bwd_chunk_id], self.grad_recv_info[bwd_chunk_id])
+
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[Any]:
+        self._allocate(self.args_recv_info[fwd_chunk_id])
+        return super().get_fwd_recv_ops(fwd_chunk_id)
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[Any]:
+        self._allocate(self.grad_recv_info[bwd_chunk_id])
+        return super().get_bwd_recv_ops(bwd_chunk_id)
+
+    def _setup_forward_recv_info(self, *args: Any, **kwargs: Any) -> None:
+        super()._setup_forward_recv_info(*args, **kwargs)
+        self._free(*self.args_recv_info.values())
+
+    def _setup_backward_recv_info(self, *args: Any, **kwargs: Any) -> None:
+        super()._setup_backward_recv_info(*args, **kwargs)
+        self._free(*self.grad_recv_info.values())
+
+    def _allocate(self, received: Sequence[Any]) -> None:
+        for info in received:
+            if info.buffer is not None and info.buffer.is_meta:
+                info.buffer = torch.empty_like(info.buffer, device=self.device)
+
+    def _free(self, *received: Sequence[Any]) -> None:
+        if self.dw_builder is not None:
+            return
+        for info in (info for infos in received for info in infos):
+            if info.buffer is not None:
+                info.buffer = torch.empty_like(info.buffer, device="meta", requires_grad=False)
 
     def backward_weight_one_chunk(self, *args: Any, **kwargs: Any) -> None:
         with self.timer.computing():

@@ -18,7 +18,7 @@ from paceline.job.loss import WHOLE_LOGITS_BYTES, chunk_rows
 from paceline.planning.cost.layout import Layout
 from paceline.planning.cost.stages import stages
 from paceline.planning.model.graph import BlockTrace, ModelTrace
-from paceline.planning.plan import AXES, V_SCHEDULES, reduces_once
+from paceline.planning.plan import V_SCHEDULES, reduces_once
 
 HOLDERS = (
     "parameters",
@@ -44,8 +44,6 @@ PARTS = {
 }
 # on a GPU: context, libraries' workspaces, NCCL's channel buffers
 RUNTIME_BYTES = 1.4e9
-# channels of one NCCL communicator: 16 to 32, each with buffers of `NCCL_BUFFSIZE` (4 MiB) to two neighbours
-COMMUNICATOR_BYTES = 2.5e8
 # a process with torch, the engine and a small data set
 RUNTIME_BYTES_ON_CPU = 3.95e8
 # mean factor by which torch rounds pinned host memory up to a power of two
@@ -53,14 +51,14 @@ PINNED_ROUNDING = 1.44
 # fraction of a step's temporary memory lost to fragmentation
 FRAGMENTS = 0.03
 # the same if the allocator's segments cannot grow (the default of PYTORCH_CUDA_ALLOC_CONF) and sizes vary
-_SEGMENTS = 0.08
+_SEGMENTS = 0.1
 # share of a GPU for its driver
 RESERVE = 0.01
 # Standard deviation of the logarithm of measured / predicted peak memory, and of the same if the job was measured on
 # the machine (assumed). Four in five rows of published tables lie within 1.28 such deviations
 # (`memory_coverage_80` of `benchmarks/published.py`).
 SPREAD, MEASURED_SPREAD = 0.15, 0.1
-# smallest probability that a proposed plan fits
+# smallest probability that a proposed plan fits on accelerators; on CPUs, it is more likely to fit than not
 PROPOSED = 0.8
 _PROPOSED_Z = NormalDist().inv_cdf(PROPOSED)
 # share of a rank's memory that a plan may use by a prediction that runs on the machine have corrected
@@ -125,8 +123,8 @@ _MEMORY_MODELS = {
     "torchtitan of 2024": MemoryModel(apart=True, head=2.55, fragments=_SEGMENTS, gathered_inputs=True),
     "torchtitan": MemoryModel(apart=True, head=3.0, fragments=_SEGMENTS, gathered_inputs=True, gates=True),
     # DistributedDataParallel with a hook that accumulates in fp32; the cross entropy copies logits to fp32 once and
-    # works in place
-    "nanotron": MemoryModel(narrow_gradients=True, head=2.5, gathered_inputs=True, gates=True),
+    # works in place. Its shared buffers of gathered tensors and cuBLAS's workspaces are assumed.
+    "nanotron": MemoryModel(workspace_bytes=5e8, narrow_gradients=True, head=2.5, gathered_inputs=True, gates=True),
     # XLA allocates all buffers in advance, and computes logits in parts
     "MaxText": MemoryModel(apart=True, head=0.375, at_once=1, narrow_scattered=True, fragments=0.0),
 }
@@ -144,16 +142,12 @@ def memory(layout: Layout, *, first: bool = False) -> dict[str, float]:
     worst = max((_of_rank(layout, memory_model, stage, chunks) for stage, chunks in ranks), key=sum)
     held = dict(zip(HOLDERS, worst, strict=False))
     on_core = layout.machines.device.is_core
-    held["buffers"] += 0.0 if on_core else memory_model.workspace_bytes + COMMUNICATOR_BYTES * _communicators(layout)
+    held["buffers"] += 0.0 if on_core else memory_model.workspace_bytes
     temporary = held["activations"] + held["logits"] + held["working"] + held["gathered"]
     held["fragments"] = memory_model.fragments * temporary
     held["runtime"] = _baseline_bytes(layout) if on_core else RUNTIME_BYTES
     found = layout.machines.adjustment
     return held if found is None else {name: size * found.memory_factor for name, size in held.items()}
-
-
-def _communicators(layout: Layout) -> int:
-    return sum(getattr(layout, axis) > 1 for axis in AXES)
 
 
 def by_part(held: Mapping[str, float]) -> dict[str, float]:
@@ -188,8 +182,12 @@ def fit_probability(layout: Layout, used: float) -> float:
 
 
 def usable_bytes(layout: Layout) -> float:
-    """Return the largest predicted peak of a proposed plan, in bytes: it fits with a probability of `PROPOSED`."""
-    return _available_bytes(layout) * math.exp(-_PROPOSED_Z * _spread(layout))
+    """Return the largest predicted peak of a proposed plan, in bytes.
+
+    On accelerators, such a plan fits with a probability of `PROPOSED`.
+    """
+    z = 0.0 if layout.machines.device.is_core else _PROPOSED_Z
+    return _available_bytes(layout) * math.exp(-z * _spread(layout))
 
 
 def _available_bytes(layout: Layout) -> float:
@@ -245,9 +243,12 @@ def _of_rank(
     else:
         working += max(update - kept - logits - working - gathered, 0.0)
     received = 0.0
-    # torch allocates buffers for all activations and gradients that a microbatch receives
+    # buffers for the activations that microbatches in flight receive, and for a gradient each of two; torch's stages of
+    # V schedules have both for every microbatch
     if layout.pp > 1 and memory_model.products:
-        received = 2 * layout.microbatches * max(held.result for held in chunks) * sample
+        flight = min(max(_in_flight(layout, stage)) + 1, layout.microbatches)
+        count = 2 * layout.microbatches if layout.schedule in V_SCHEDULES else layout.chunks * (flight + 2)
+        received = count * max(held.result for held in chunks) * sample
     return parameters, gradients, optimizer, kept, logits, working, gathered, received
 
 
@@ -558,6 +559,9 @@ def _held(block: BlockTrace, config: MemoryConfig, layer: bool) -> BlockMemory:
         kept, working = min(products, kept), squares + max(kept - products, 0.0)
     else:
         kept += squares
+        if layer and config.gates:
+            # gradients of the gated layer's results, and of whole inputs before tp ranks share them out
+            working = 3 * _feed_forward(block)[1] / tp + 2 * (block.boundary - result)
     if config.copies and block.kind not in ("embedding", "head"):
         inputs = (gemm.rows * gemm.k / (tp if gemm.divided == "k" else 1) for gemm in block.gemms if not gemm.batch)
         working += config.copies * max(inputs, default=0.0)

@@ -332,10 +332,13 @@ def smallest_that_works(layout: Layout, global_batch: int) -> str:
     if here.fits:
         return ""
     machines = layout.machines
-    of = "a rank's part of the host's memory" if machines.device.is_core else _a(machines.device.name)
+    if machines.device.is_core:
+        has = f"its part of the host's memory is only {size(here.room)}"
+    else:
+        device, likely = _a(machines.device.name), percent(PROPOSED, 0)
+        has = f"only {size(here.room)} of {device} suffice with a probability of {likely}"
     said = (
-        f"At least {size(here.needed)} on each device, with {words(here.layout)}, but a plan may use only "
-        f"{size(here.room)} of {of} to fit with a probability of {percent(PROPOSED, 0)}: "
+        f"At least {size(here.needed)} on each device, with {words(here.layout)}, but {has}: "
         f"{size(here.needed - here.room)} are missing."
     )
     more, larger = _more_hosts(layout, global_batch), _larger_device(layout, global_batch)
