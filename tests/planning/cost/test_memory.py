@@ -123,6 +123,15 @@ def test_gradients_that_add_up_before_they_are_scattered_are_whole() -> None:
     assert added == pytest.approx(4 * SMALL.parameters * (1 + 1 / 8))
     pipelined = Layout(SMALL, A100, fsdp=8, pp=2, microbatches=4, cut=layers(SMALL, 2))
     assert memory(pipelined)["gradients"] > 4 * SMALL.parameters / 2 * 0.9
+    # zero=2 scatters those of each microbatch, but not if gradients of weights come later
+    assert memory(replace(pipelined, zero=2))["gradients"] < 0.2 * memory(pipelined)["gradients"]
+    late = replace(pipelined, schedule="zero-bubble", chunks=2, cut=())
+    assert memory(replace(late, zero=2))["gradients"] == memory(late)["gradients"]
+
+
+def test_a_pipeline_has_receive_buffers_for_microbatches_in_flight() -> None:
+    few, many = (Layout(SMALL, A100, pp=2, microbatches=n, cut=layers(SMALL, 2)) for n in (8, 64))
+    assert memory(few)["buffers"] == memory(many)["buffers"] > 0
 
 
 def test_zero_1_over_replicas_shares_out_the_optimizer_alone() -> None:
