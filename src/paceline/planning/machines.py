@@ -258,7 +258,10 @@ class Adjustment:
 
     @property
     def memory_factor(self) -> float:
-        """Factor by which predicted memory is multiplied; a prior keeps it near 1 for few runs."""
+        """Factor on predicted memory.
+
+        A prior keeps it near 1 for few runs.
+        """
         return math.exp(self._memory_log)
 
     @property

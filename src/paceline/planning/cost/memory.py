@@ -195,7 +195,10 @@ def _available_bytes(layout: Layout) -> float:
 
 
 def _spread(layout: Layout) -> float:
-    """Return the standard deviation of the logarithm of a prediction; runs of the user narrow it."""
+    """Return the standard deviation of the logarithm of a prediction.
+
+    Measured runs of the user narrow it.
+    """
     if getattr(layout.machines.calibration, "baseline_bytes", 0):
         return MEASURED_SPREAD
     found = layout.machines.adjustment

@@ -239,7 +239,10 @@ def _cut(layout: Layout, layers: int) -> tuple[int, ...]:
 
 
 def _cut_by_cost(layout: Layout) -> tuple[int, ...]:
-    """Return a cut by multiplications with weights: a stage ends with the block that exceeds its share."""
+    """Return a cut by multiplications with weights.
+
+    A stage ends with the block that exceeds its share.
+    """
     costs = [
         sum(gemm.n * gemm.k * gemm.times for gemm in block.gemms if not gemm.batch) for block in layout.trace.blocks
     ]
