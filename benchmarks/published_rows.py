@@ -8,7 +8,7 @@ from pathlib import Path
 
 from paceline.planning.tables.layouts import Row, Skipped, read
 
-__all__ = ["TABLES", "Row", "Skipped", "read", "set_aside"]
+__all__ = ["TABLES", "Row", "Skipped", "read", "set_aside", "source"]
 
 TABLES = Path(__file__).parent / "tables"
 
@@ -27,3 +27,12 @@ def set_aside(rows: Iterable[Row]) -> set[tuple[str, int]]:
         places.sort(key=lambda place: sha256(f"{place[0]}:{place[1]}".encode()).digest())
         aside |= set(places[: max(len(places) // 10, 1)]) if len(places) > 1 else set()
     return aside
+
+
+# tables of one publisher's runs with one code, by the start of their names
+_SOURCES = ("korthikanti", "llmfoundry", "mlperf", "nvidia_dle", "ultrascale")
+
+
+def source(table: str) -> str:
+    """Return the name of the source of a table's runs, which may have several tables."""
+    return next((start for start in _SOURCES if table.startswith(start)), table)

@@ -15,7 +15,6 @@ from scipy.stats import spearmanr
 
 from paceline.planning.cost.layout import Interval
 from paceline.planning.cost.memory import SPREAD
-from paceline.planning.machines import Adjustment
 from published_rows import Row
 
 # plans that are predicted this near to each other, relative, are a tie
@@ -29,16 +28,19 @@ class Predicted:
 
     Attributes:
         seconds: as corrected by its table's set-aside rows.
-        factor_s: the same by one factor for its software, hardware and precision, whatever else it is like.
-        cold_s: with constants that no row of its table was used for.
+        cold_s: with constants that no row of its source was used for.
+        cold_interval: its 80 % interval.
+        baseline_s, baseline_cold_s: the same by the baseline.
         null_s: by the null model.
         memory_gib: as the row counts it, activations alone or all.
     """
 
     row: Row
     seconds: float
-    factor_s: float
     cold_s: float
+    cold_interval: Interval
+    baseline_s: float
+    baseline_cold_s: float
     null_s: float
     memory_gib: float
     fits: bool
@@ -61,7 +63,7 @@ class Score:
 
     Attributes:
         bias: the median of predicted / measured.
-        factor_error, factor_regret: the mean error and regret by one factor alone.
+        cold_regret, baseline_regret: the mean regret of cold predictions and of the baseline's.
         cold_error, cold_bias: the same of predictions without the table.
         regret: for groups of different plans for equal work: measured time of the plan predicted fastest / of the
             fastest − 1, mean and worst. Of plans in a tie the mean counts; `ties` is the number of such groups.
@@ -76,8 +78,7 @@ class Score:
     median_error: float
     p90_error: float
     bias: float
-    factor_error: float
-    factor_regret: float
+    cold_regret: float
     cold_error: float
     cold_bias: float
     rank_correlation: float
@@ -87,6 +88,10 @@ class Score:
     worst_regret: float
     coverage: float
     cold_coverage: float
+    baseline_error: float
+    baseline_p90_error: float
+    baseline_cold_error: float
+    baseline_regret: float
     null_mean_error: float
     null_mean_regret: float
     memory_rows: int
@@ -102,7 +107,8 @@ def score(predicted: Sequence[Predicted]) -> Score:
     timed = [each for each in predicted if each.row.seconds]
     measured = [each.measured_s for each in timed]
     errors = [each.error for each in timed]
-    groups = _groups(timed)
+    by_place = {each.row.place: each for each in timed}
+    groups = [[by_place[row.place] for row in group] for group in grouped([each.row for each in timed])]
     regrets = [regret(group, lambda each: each.seconds) for group in groups]
     weighed = [each.memory_gib / each.row.memory_gib for each in predicted if each.row.memory_gib]
     burst = [each for each in predicted if each.row.out_of_memory]
@@ -112,8 +118,7 @@ def score(predicted: Sequence[Predicted]) -> Score:
         median_error=quantile(errors, 0.5),
         p90_error=quantile(errors, 0.9),
         bias=quantile([each.seconds / each.measured_s for each in timed], 0.5),
-        factor_error=mean([abs(each.factor_s / each.measured_s - 1) for each in timed]),
-        factor_regret=mean([regret(group, lambda each: each.factor_s)[0] for group in groups]),
+        cold_regret=mean([regret(group, lambda each: each.cold_s)[0] for group in groups]),
         cold_error=mean([abs(each.cold_s / each.measured_s - 1) for each in timed]),
         cold_bias=quantile([each.cold_s / each.measured_s for each in timed], 0.5),
         rank_correlation=_rank_correlation([each.seconds for each in timed], measured),
@@ -122,9 +127,11 @@ def score(predicted: Sequence[Predicted]) -> Score:
         mean_regret=mean([lost for lost, _ in regrets]),
         worst_regret=max((lost for lost, _ in regrets), default=math.nan),
         coverage=mean([float(each.measured_s in each.interval) for each in timed]),
-        cold_coverage=mean(
-            [float(each.measured_s in Adjustment().interval(each.row.layout, each.cold_s)) for each in timed]
-        ),
+        cold_coverage=mean([float(each.measured_s in each.cold_interval) for each in timed]),
+        baseline_error=mean([abs(each.baseline_s / each.measured_s - 1) for each in timed]),
+        baseline_p90_error=quantile([abs(each.baseline_s / each.measured_s - 1) for each in timed], 0.9),
+        baseline_cold_error=mean([abs(each.baseline_cold_s / each.measured_s - 1) for each in timed]),
+        baseline_regret=mean([regret(group, lambda each: each.baseline_s)[0] for group in groups]),
         null_mean_error=mean([abs(each.null_s / each.measured_s - 1) for each in timed]),
         null_mean_regret=mean([regret(group, lambda each: each.null_s)[0] for group in groups]),
         memory_rows=len(weighed),
@@ -149,12 +156,12 @@ def regret(group: Sequence[Predicted], seconds: Callable[[Predicted], float]) ->
     return mean([each.measured_s for each in chosen]) / best - 1, len(plans) > 1
 
 
-def _groups(timed: Sequence[Predicted]) -> list[list[Predicted]]:
+def grouped(rows: Sequence[Row]) -> list[list[Row]]:
     """Groups of equal work on equal machines that have different plans."""
-    groups: dict[tuple[object, ...], list[Predicted]] = defaultdict(list)
-    for each in timed:
-        groups[each.row.group].append(each)
-    return [group for group in groups.values() if len({each.row.plan for each in group}) > 1]
+    groups: dict[tuple[object, ...], list[Row]] = defaultdict(list)
+    for row in rows:
+        groups[row.group].append(row)
+    return [group for group in groups.values() if len({row.plan for row in group}) > 1]
 
 
 def mean(values: Sequence[float]) -> float:

@@ -20,6 +20,7 @@ from itertools import combinations
 from math import log, sqrt
 
 import numpy as np
+from numpy.typing import NDArray
 
 from paceline.cluster.cluster import Cluster
 from paceline.job.job import Job
@@ -29,12 +30,13 @@ from paceline.planning.shortlist import (
     DOUBT_UNCALIBRATED,
     LEAST_ROUNDS,
     Comparison,
-    Floats,
     Forecast,
     PlanChange,
     Trial,
     plan_changes,
 )
+
+Floats = NDArray[np.float64]
 
 # prior standard deviations of logarithms: effect of a setting, its difference between plans, additional effect of a
 # pair of settings, and remainder of a single combination

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
 from math import gcd
 from statistics import NormalDist, median
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from paceline.cluster.catalogue import CATALOGUE, Accelerator, LinkSpec
 from paceline.cluster.cluster import Cluster
 from paceline.cluster.host import Host
 from paceline.cluster.named import domains, known, nearest_to
 from paceline.errors import ClusterError
+from paceline.planning.cost import constants
+from paceline.planning.cost.estimate import step_time_s
 from paceline.planning.cost.layout import Interval, Layout, Machines, Prediction
 from paceline.planning.cost.measured import calibration_of
 from paceline.planning.cost.memory import SPREAD as SPREAD_OF_MEMORY
@@ -23,7 +24,6 @@ from paceline.units import count
 
 if TYPE_CHECKING:
     from paceline.planning.calibrate import Calibration
-    from paceline.planning.shortlist import Alike
     from paceline.planning.tables.layouts import Row
 
 
@@ -217,12 +217,15 @@ def _between(cluster: Cluster, hosts: list[Host], device: Accelerator) -> LinkSp
 # measurements made before a prediction: parts of a job on the machines, or whole runs of any job
 Basis: TypeAlias = "Calibration | Adjustment"
 
-# Assumed standard deviations of logarithms: of the factor of all runs, of a framework and of a device relative to it,
-# and of a run around its factor. Runs may be outliers (Student's t with this number of degrees of freedom)
-FACTOR_SPREADS, RUN_SPREAD, DEGREES = (0.12, 0.08, 0.05, 0.05), 0.14, 4.0
-# Prior standard deviations of log(measured / predicted), and the number of runs that the prior counts for: with a
-# factor, and without one (`benchmarks/published.py`, rows that were not used in fitting)
-SPREAD, COLD_SPREAD, SPREAD_RUNS = 0.075, 0.145, 3.0
+# Assumed standard deviations of logarithms: of the factor of all runs, of a kind of software, hardware and precision
+# relative to it, and of a run around its prediction. Runs may be outliers (Student's t with this number of degrees of
+# freedom). The spread of a constant is this multiple of the one assumed before any run (`constants.ASSUMED`), because
+# fitted constants are means over many systems. The numbers are rounded from those with the least errors on published
+# runs.
+FACTOR_SPREAD, KIND_SPREAD, RUN_SPREAD, DEGREES, CONSTANT_SHARE = 0.05, 0.05, 0.12, 4.0, 2.0
+# Prior standard deviations of log(measured / predicted), and the number of runs that the prior counts for: with
+# measured runs, and without (`benchmarks/published.py`, rows of sources that no constant was fitted to)
+SPREAD, COLD_SPREAD, SPREAD_RUNS = 0.12, 0.18, 3.0
 # The same for CPU cores that were not measured. The catalogue does not know their overhead per step, and steps of small
 # models took up to 5.3 times as long as predicted. The 80 % interval reaches to 5 times the prediction.
 CORES_SPREAD = 1.0
@@ -233,27 +236,28 @@ MEASURED_SPREAD = 0.1
 RATIO_SPREAD = 0.04
 COVERED = 0.8  # share of measured times inside of an interval
 
-_ROUNDS = 5
-_KINDS = 3  # length of the longest keys, which distinguish software, hardware and precision
+_ROUNDS = 2  # linearizations of the cost model
+_REWEIGHTED = 20  # rounds of weights for outliers
+_STEP = 0.02  # of a constant's logarithm, for derivatives
 
 Key = tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class Adjustment:
-    """Correction factors from measured runs. Without measured runs, predictions stay unchanged.
+    """Corrections from measured runs. Without measured runs, predictions stay unchanged.
 
     Attributes:
-        logs: logarithm of measured / predicted for each kind of run. A kind is all runs `()`, a framework, a framework
-            on a device, or these with a precision.
-        errors: logarithms of measured / predicted that remain after these factors.
-        near: model of errors that similar runs share, as an additional correction; None for no such correction.
+        constants: values of the cost model's fitted constants that measured runs moved.
+        logs: logarithm of measured / predicted for each kind of run, with these constants. A kind is all runs on GPUs
+            or all runs on cores, or those of a framework, a device and a precision.
+        errors: logarithms of measured / predicted that remain.
         memory_logs: logarithms of measured / predicted peak memory.
     """
 
+    constants: dict[str, float] = field(default_factory=dict)
     logs: dict[Key, float] = field(default_factory=dict)
     errors: tuple[float, ...] = ()
-    near: Alike | None = None
     memory_logs: tuple[float, ...] = ()
 
     @property
@@ -275,31 +279,28 @@ class Adjustment:
         return sum(self.memory_logs) / (len(self.memory_logs) + 1)
 
     def factor(self, layout: Layout) -> float:
-        """Return the factor by which the predicted step time of a layout is multiplied."""
-        return self.factor_of_kind(layout) * math.exp(self.near.log(layout) if self.near else 0.0)
-
-    def factor_of_kind(self, layout: Layout) -> float:
-        """Return the factor for the framework, device and precision of a layout."""
-        return math.exp(_log_of_kind(layout, self.logs))
+        """Return the factor by which a prediction with `constants` is multiplied."""
+        return math.exp(next((self.logs[key] for key in reversed(_keys(layout)) if key in self.logs), 0.0))
 
     def interval(self, layout: Layout, step_time_s: float) -> Interval:
         """Return the 80 % interval of a corrected step time."""
-        found = len(self.errors)
+        known = _keys(layout)[0] in self.logs
+        found = len(self.errors) if known else 0
         wide = student_quantile((1 + COVERED) / 2, SPREAD_RUNS + found) * self._spread_of(layout)
-        return _around(step_time_s, wide, self._rests_on(layout) if found else "the cost model alone")
+        return _around(step_time_s, wide, self._rests_on(layout) if known else "the cost model alone")
 
     def _spread_of(self, layout: Layout) -> float:
         """Return the standard deviation of a prediction's logarithm.
 
-        It is larger if no runs of the layout's framework, device or precision are known.
+        It is larger for a framework, device and precision without measured runs.
         """
-        if not self.errors:
-            return CORES_SPREAD if layout.machines.device.is_core else self.spread
-        unseen = [FACTOR_SPREADS[len(key)] for key in _keys(layout) if key not in self.logs]
-        return max(self.spread, min(COLD_SPREAD, math.hypot(self.spread, *unseen)))
+        if _keys(layout)[0] not in self.logs:
+            return CORES_SPREAD if layout.machines.device.is_core else COLD_SPREAD
+        seen = _keys(layout)[-1] in self.logs
+        return self.spread if seen else max(self.spread, min(COLD_SPREAD, math.hypot(self.spread, KIND_SPREAD)))
 
     def _rests_on(self, layout: Layout) -> str:
-        kinds, own = [key for key in self.logs if len(key) == _KINDS], _keys(layout)[-1]
+        kinds, own = [key for key in self.logs if len(key) > 1], _keys(layout)[-1]
         alike = "of other software, hardware or precision"
         if own in kinds:
             alike = "of this software and hardware" + (" and of others" if len(kinds) > 1 else "")
@@ -313,58 +314,99 @@ class Adjustment:
         return math.sqrt(squares / (SPREAD_RUNS + len(self.errors)))
 
 
-def adjustment(runs: Iterable[Row], predicted_s: Callable[[Layout], float], *, rounds: int = _ROUNDS) -> Adjustment:
-    """Fit correction factors, and errors that similar runs share, to measured runs.
+def adjustment(runs: Iterable[Row]) -> Adjustment:
+    """Correct the cost model by measured runs.
 
-    The factors of frameworks and devices with few runs stay close to the factor of all runs.
-
-    Args:
-        rounds: number of times that the factors and the shared errors are fitted in turn; 0 fits only the factors.
+    The constants of the cost model move towards the runs by ridge regression on the logarithms of step times: each
+    constant, the factor of all runs and the factor of each kind have a prior, so that few runs move little. Runs on
+    cores and runs on GPUs do not affect each other.
     """
-    from paceline.planning.shortlist import alike  # delay the import of numpy, which takes a while
     from paceline.planning.tables.row_memory import memory_ratio
 
     runs = list(runs)
-    memory_logs = tuple(math.log(memory_ratio(row)) for row in runs if row.memory_gib)
-    pairs = [(row.layout, math.log(row.seconds / predicted_s(row.layout))) for row in runs if row.seconds]
-    if not pairs:
-        return Adjustment(memory_logs=memory_logs)
-    layouts, logs, near = [layout for layout, _ in pairs], _factors(pairs), None
-    for _ in range(rounds):
-        near = alike(layouts, [log - _log_of_kind(layout, logs) for layout, log in pairs])
-        logs = _factors([(layout, log - near.log(layout)) for layout, log in pairs])
-    left = near.left if near else [log - _log_of_kind(layout, logs) for layout, log in pairs]
-    return Adjustment(logs, tuple(_left(pairs, left)), near, memory_logs)
+    rows = [row for row in runs if row.seconds]
+    moved: dict[str, float] = {}
+    logs: dict[Key, float] = {}
+    errors: list[float] = []
+    for on_cores in (False, True):
+        own = [row for row in rows if row.layout.machines.device.is_core == on_cores]
+        start = {} if on_cores else {name: constants.fitted(name) for name in constants.ASSUMED}
+        found = regression(own, start, {name: each.spread for name, each in constants.ASSUMED.items()}, step_time_s)
+        moved, logs, errors = moved | found.constants, logs | found.logs, [*errors, *found.errors]
+    return Adjustment(moved, logs, tuple(errors), tuple(math.log(memory_ratio(row)) for row in runs if row.memory_gib))
 
 
-def own_adjustment(runs: Iterable[Row], predicted_s: Callable[[Layout], float]) -> Adjustment:
+def regression(
+    rows: Sequence[Row],
+    start: Mapping[str, float],
+    spreads: Mapping[str, float],
+    seconds: Callable[[Layout, Mapping[str, float]], float],
+) -> Adjustment:
+    """Move constants of a model, and factors, towards measured runs of one kind of device.
+
+    Args:
+        start: the constants that may move, and their values without these runs.
+        spreads: prior standard deviations of the constants' logarithms.
+        seconds: function that predicts the step time of a layout with given constants.
+    """
+    if not rows:
+        return Adjustment()
+    import numpy as np  # delay the import, which takes a while
+
+    layouts, size = [row.layout for row in rows], len(start)
+    measured = np.array([math.log(row.seconds or 1.0) for row in rows])
+    own = np.array([CONSTANT_SHARE * spreads[name] for name in start])
+    kinds = list(dict.fromkeys(_keys(layout)[-1] for layout in layouts))
+    groups = np.array([[FACTOR_SPREAD, *(KIND_SPREAD * (_keys(one)[-1] == kind) for kind in kinds)] for one in layouts])
+
+    def logs_with(values: Mapping[str, float]) -> np.ndarray:
+        return np.array([math.log(seconds(layout, values)) for layout in layouts])
+
+    base = logs_with(start)
+    slopes = [(logs_with({**start, name: value * math.exp(_STEP)}) - base) / _STEP for name, value in start.items()]
+    design = np.hstack([np.reshape(slopes, (size, len(rows))).T * own, groups])
+    place, offset, values = np.zeros(design.shape[1]), measured - base, dict(start)
+    for _ in range(_ROUNDS):
+        place, influence = _ridge(design, offset)
+        values = {name: float(start[name] * math.exp(x)) for name, x in zip(start, place[:size] * own, strict=True)}
+        # the cost model is not linear: the next round fits what the linear model gets wrong
+        offset = measured - logs_with(values) + design[:, :size] @ place[:size]
+    left = offset - design @ place
+    factor, *each = place[size:] * [FACTOR_SPREAD, *[KIND_SPREAD] * len(kinds)]
+    logs = {_keys(layouts[0])[0]: float(factor)} | {
+        kind: float(factor + own_factor) for kind, own_factor in zip(kinds, each, strict=True)
+    }
+    errors = (float(error / math.sqrt(1 - min(part, 0.75))) for error, part in zip(left, influence, strict=True))
+    return Adjustment(values, logs, tuple(errors))
+
+
+def _ridge(design: Any, offset: Any) -> tuple[Any, Any]:
+    """Return the most likely place of parameters with unit priors, and the influence of each run on its own error."""
+    import numpy as np
+
+    weights = np.ones(len(offset))
+    for _ in range(_REWEIGHTED):
+        weighted = design * (weights / RUN_SPREAD**2)[:, None]
+        inverse = np.linalg.inv(np.eye(design.shape[1]) + design.T @ weighted)
+        place = inverse @ (weighted.T @ offset)
+        errors = (offset - design @ place) / RUN_SPREAD
+        weights = (DEGREES + 1) / (DEGREES + errors**2)
+    return place, np.einsum("ij,jk,ik->i", design, inverse, weighted)
+
+
+def own_adjustment(runs: Iterable[Row]) -> Adjustment:
     """Fit one factor to the runs of one job on one machine.
 
-    The factor is used for predictions on more such machines.
-
-    The factor is the median ratio of measured to predicted times. No prior is used.
+    The factor is used for predictions on more such machines. It is the median ratio of measured to predicted times. No
+    prior is used.
     """
-    pairs = [(row.layout, math.log(row.seconds / predicted_s(row.layout))) for row in runs if row.seconds]
+    pairs = [(row.layout, math.log(row.seconds / step_time_s(row.layout, {}))) for row in runs if row.seconds]
     if not pairs:
         return Adjustment()
     middle = median(log for _, log in pairs)
     logs = {key: middle for layout, _ in pairs for key in _keys(layout)}
-    return Adjustment(logs, tuple(_left(pairs, [log - middle for _, log in pairs])))
-
-
-def _factors(pairs: Sequence[tuple[Layout, float]]) -> dict[Key, float]:
-    by_key: dict[Key, list[float]] = defaultdict(list)
-    parents: dict[Key, Key] = {}
-    for layout, log in pairs:
-        for parent, key in pairwise([(), *_keys(layout)]):
-            by_key[key].append(log)
-            parents[key] = parent
-    logs: dict[Key, float] = {}
-    for key in sorted(by_key, key=len):
-        above = logs[parents[key]] if key else 0.0
-        alone = bool(key) and len(by_key[key]) == len(by_key[parents[key]])
-        logs[key] = above if alone else _likeliest(by_key[key], above, FACTOR_SPREADS[len(key)])
-    return logs
+    wider = math.sqrt((len(pairs) + 1) / len(pairs))
+    return Adjustment({}, logs, tuple(wider * (log - middle) for _, log in pairs))
 
 
 def adjusted(prediction: Prediction, layout: Layout) -> Prediction:
@@ -413,47 +455,10 @@ def _around(seconds: float, wide: float, rests_on: str) -> Interval:
     return Interval(seconds / math.exp(wide), seconds * math.exp(wide), rests_on)
 
 
-def _likeliest(logs: Sequence[float], around: float, spread: float) -> float:
-    """Return the most likely logarithm of a factor, given `logs` and a prior.
-
-    The estimate is robust to outliers, because the errors are assumed to follow Student's t distribution.
-    """
-
-    def unlikely(value: float) -> float:
-        far = sum(math.log1p(((log - value) / RUN_SPREAD) ** 2 / DEGREES) for log in logs)
-        return (DEGREES + 1) / 2 * far + ((value - around) / spread) ** 2 / 2
-
-    starts = [around, median(logs), *logs]
-    best = min(starts, key=unlikely)
-    step = spread
-    while step > 1e-4:
-        nearer = min((best - step, best, best + step), key=unlikely)
-        step = step if nearer != best else step / 2
-        best = nearer
-    return best
-
-
-def _left(pairs: Sequence[tuple[Layout, float]], logs: Sequence[float]) -> Iterable[float]:
-    """Return the remaining errors as for runs that were not fitted.
-
-    Each error is enlarged, because a run reduces its own error by its influence on the factor.
-    """
-    counts: dict[Key, int] = defaultdict(int)
-    for layout, _ in pairs:
-        counts[_keys(layout)[-1]] += 1
-    for (layout, _), log in zip(pairs, logs, strict=True):
-        count = counts[_keys(layout)[-1]]
-        yield log * math.sqrt((count + 1) / count)
-
-
-def _log_of_kind(layout: Layout, logs: dict[Key, float]) -> float:
-    return next((logs[key] for key in reversed(_keys(layout)) if key in logs), 0.0)
-
-
 def _keys(layout: Layout) -> list[Key]:
-    """Return the kinds to which a run belongs, from general to specific.
-
-    The first kind is all runs. The last is the runs with the same framework, device and precision.
-    """
-    framework, device = layout.framework.name, layout.machines.device.name
-    return [(), (framework,), (framework, device), (framework, device, layout.products or layout.precision)]
+    """Return the kinds to which a run belongs, from general to specific."""
+    device, precision = layout.machines.device, layout.products or layout.precision
+    return [
+        ("cores" if device.is_core else "GPUs",),
+        (layout.framework.name, device.name, precision),
+    ]

@@ -8,22 +8,15 @@ from __future__ import annotations
 import os
 import shutil
 import sysconfig
-from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from math import log2
 from pathlib import Path
-from statistics import median
 from typing import Any
-
-import numpy as np
-from numpy.typing import ArrayLike, NDArray
 
 from paceline.cluster.cluster import Cluster
 from paceline.job.data import Digits, Synthetic
 from paceline.job.job import Job
 from paceline.planning.check.rules import reasons_against
-from paceline.planning.cost.layout import Layout
 from paceline.planning.history import correction
 from paceline.planning.plan import DEGREES, Plan, threads_on
 from paceline.stats import LEAST_REPEATS, Interval, median_interval
@@ -193,78 +186,6 @@ def certain(listed: Sequence[Forecast]) -> Forecast | None:
 
 def _shape(plan: Plan) -> tuple[object, ...]:
     return (*(getattr(plan, axis) for axis in DEGREES), plan.remat)
-
-
-Floats = NDArray[np.float64]
-
-# Standard deviations of logarithms: of the error that similar runs share beyond their factor, and of each run around
-# it. Runs may be outliers (Student's t with this number of degrees of freedom)
-COMMON, OWN, FREEDOM = 0.10, 0.05, 4.0
-# Correlation lengths in doublings (at this distance, the correlation is e^-½). SHAPES is for a microbatch's tokens and
-# for tp ranks, which set the shapes of products; WORK is for a sample's FLOPs; OTHERS is for stages, microbatches and
-# ranks. They are rounded from the values that best predict held-out rows from the other rows of their table
-# (leave-one-out).
-SHAPES, WORK, OTHERS = 0.6, 1.0, 4.0
-_ROUNDS = 15
-
-
-@dataclass(frozen=True, eq=False)
-class Alike:
-    """Model of prediction errors that similar runs share.
-
-    Attributes:
-        places: coordinates of each run (`_place`).
-        frameworks: framework of each run.
-        left: for each run, the logarithm of the error that the other runs do not explain.
-    """
-
-    places: Floats
-    frameworks: tuple[str, ...]
-    weights: Floats
-    left: tuple[float, ...]
-
-    def log(self, layout: Layout) -> float:
-        """Return the expected logarithm of measured / predicted beyond the run's factor."""
-        return float(_common([_place(layout)], [layout.framework.name], self.places, self.frameworks)[0] @ self.weights)
-
-
-def alike(layouts: Sequence[Layout], logs: Sequence[float]) -> Alike:
-    """Model the errors that similar runs share (a Gaussian process).
-
-    Args:
-        logs: logarithms of measured / predicted that remain after the correction factors. Only differences between runs
-            of the same framework are used.
-    """
-    places, frameworks = np.array([_place(one) for one in layouts]), tuple(one.framework.name for one in layouts)
-    by_framework: dict[str, list[float]] = defaultdict(list)
-    for name, log in zip(frameworks, logs, strict=True):
-        by_framework[name].append(log)
-    errors = np.array([log - median(by_framework[name]) for name, log in zip(frameworks, logs, strict=True)])
-    common, trust = _common(places, frameworks, places, frameworks), np.ones(len(errors))
-    for _ in range(_ROUNDS):
-        inverse = np.linalg.inv(common + np.diag(OWN**2 / trust))
-        weights = inverse @ errors
-        trust = (FREEDOM + 1) / (FREEDOM + ((errors - common @ weights) / OWN) ** 2)
-    left = weights / np.diag(inverse)  # leave-one-out error of each run (section 5.4.2 of the book)
-    return Alike(places, frameworks, weights, tuple(left.tolist()))
-
-
-def _common(places: ArrayLike, names: Sequence[str], others: ArrayLike, other_names: Sequence[str]) -> Floats:
-    """Return the covariance between each run of one set and each run of another set."""
-    apart = (np.asarray(places)[:, None] - np.asarray(others)) ** 2
-    same = np.asarray(names)[:, None] == np.asarray(other_names)
-    return np.asarray(COMMON**2 * np.exp(-0.5 * apart.sum(axis=-1)) * same)
-
-
-def _place(layout: Layout) -> tuple[float, ...]:
-    """Return the properties of a run, in units of correlation lengths."""
-    shapes = log2(layout.samples * max(layout.trace.tokens, 1)), log2(layout.tp)
-    others = log2(layout.pp), log2(layout.microbatches), log2(layout.ranks)
-    return (
-        *(value / SHAPES for value in shapes),
-        log2(max(layout.trace.flops, 1.0)) / WORK,
-        *(value / OTHERS for value in others),
-    )
 
 
 # the plan keys that change how a rank computes, but not its result

@@ -76,7 +76,7 @@ class MeasuredHere:
         runs = tuple(folder / run for setting in report.settings for run in setting.runs if (folder / run).is_dir())
         try:
             rows = read_runs(runs).rows
-            factors = own_adjustment(rows, lambda layout: predict_layout(layout).step_time_s) if rows else None
+            factors = own_adjustment(rows) if rows else None
             return cls(report, machines(Run(runs[0]).cluster).device.name, factors) if factors else unused
         except PacelineError:
             return unused

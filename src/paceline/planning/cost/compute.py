@@ -8,9 +8,9 @@ from functools import lru_cache
 from math import ceil
 from typing import NamedTuple
 
-from paceline.cluster.catalogue import CATALOGUE, Accelerator
+from paceline.cluster.catalogue import Accelerator
 from paceline.planning.cost import constants
-from paceline.planning.cost.constants import SUSTAINED
+from paceline.planning.cost.constants import STACKS, StackName, cached
 from paceline.planning.cost.layout import BYTES, Layout, Precision
 from paceline.planning.model.graph import BlockTrace, Gemm
 
@@ -38,20 +38,16 @@ class BlockConfig(NamedTuple):
     sequence: bool
     precision: Precision
     attention: int
-    loss: float
-    kernels: float
+    stack: StackName
     softmax_of: int
     stops_early: bool
     keeps: str
     blocking: bool
     floor_s: float
-    derating: float
     added_bytes: float
     products: str
     casts: float
     fused_casts: bool
-    vector: float
-    mixtures: float
     expert_ranks: int
     expert_tp: int
     lora: int
@@ -111,20 +107,16 @@ def block_config(layout: Layout) -> BlockConfig:
         sequence=layout.sequence,
         precision=layout.precision,
         attention=framework.attention if framework.flash else 0,
-        loss=framework.loss,
-        kernels=framework.kernels,
+        stack=framework.stack,
         softmax_of=framework.softmax_of,
         stops_early=framework.stops_early,
         keeps=framework.keeps,
         blocking=framework.blocking,
         floor_s=max(device.launch_s, constants.LAUNCH_S) if queued else 0.0,
-        derating=framework.derating,
         added_bytes=3 * layout.gradient_bytes if adds_up else 0.0,
         products=layout.products if faster else "",
         casts=1.0 if regathers or not framework.fused_casts else 1.0 / layout.microbatches,
         fused_casts=framework.fused_casts,
-        vector=framework.vector,
-        mixtures=framework.mixtures,
         expert_ranks=layout.expert_ranks,
         expert_tp=layout.expert_tp,
         lora=layout.lora,
@@ -151,7 +143,7 @@ def _cores(core: Accelerator, count: int) -> Accelerator:
     return replace(core, peak_flops=peaks, memory_bandwidth=core.memory_bandwidth * count)
 
 
-@lru_cache(maxsize=200_000)
+@cached(maxsize=200_000)
 def block_time(block: BlockTrace, config: BlockConfig) -> BlockTime:
     """Compute the time of a block for one microbatch, without communication."""
     if config.products and block.kind in ("embedding", "head"):
@@ -167,19 +159,19 @@ def block_time(block: BlockTrace, config: BlockConfig) -> BlockTime:
     others_backward = constants.VECTOR_BACKWARD * other + constants.SCORES_BACKWARD * scores + added + cast_backward
     kernels = _kernels(block, config, unfused)
     starts = kernels * constants.KERNEL_S if config.device.is_gpu else 0.0
-    starts += constants.EXPERT_S * config.mixtures if block.experts else 0.0
+    starts += constants.EXPERT_S * STACKS[config.stack].mixtures if block.experts else 0.0
     launch = kernels * config.floor_s * (1 + constants.LAUNCH_TP * (config.tp - 1))
     beside = attention + attention_backward + other + scores + cast + others_backward + 3 * starts
     throttled = _throttled(products + products_backward, beside, 3 * launch, config)
-    slow, trained = config.derating, 1.0 if block.trained else 0.0
+    trained = 1.0 if block.trained else 0.0
     backward = products_backward * throttled + attention_backward + others_backward
     return BlockTime(
-        forward_s=(products * throttled + attention + other + scores + cast) * slow + starts,
-        backward_s=(backward * slow + 2 * starts) * trained,
-        scores_s=(scores + attention + sum(gemm_s(gemm, config) for gemm in weights if gemm.batch)) * slow,
-        last_s=gemm_s(block.gemms[-1], config) * slow if block.gemms else 0.0,
-        others_s=(other + cast) * slow + starts,
-        weights_s=sum(gemm_s(gemm, config) for gemm in weights if not gemm.batch) * slow * throttled,
+        forward_s=products * throttled + attention + other + scores + cast + starts,
+        backward_s=(backward + 2 * starts) * trained,
+        scores_s=scores + attention + sum(gemm_s(gemm, config) for gemm in weights if gemm.batch),
+        last_s=gemm_s(block.gemms[-1], config) if block.gemms else 0.0,
+        others_s=other + cast + starts,
+        weights_s=sum(gemm_s(gemm, config) for gemm in weights if not gemm.batch) * throttled,
         launch_forward_s=launch,
         launch_backward_s=2 * launch * trained,
     )
@@ -218,14 +210,27 @@ def _throttled(products_s: float, others_s: float, launch_s: float, config: Bloc
 
 
 def _sustained(device: Accelerator) -> float:
-    """Return the fraction of the peak FLOP/s that long matrix products sustain.
+    """Return the fraction of the peak FLOP/s that long matrix products sustain."""
+    if device.is_core:
+        return constants.CORES_SUSTAINED
+    return constants.fitted(f"SUSTAINED_{family_of(device)}") * device.sustained
 
-    The fitted value of a device also applies to its variants with another memory or power limit. It is scaled in
-    proportion to their `sustained` values.
-    """
-    usual = CATALOGUE.get(device.name.split(" ")[0], device)
-    found = SUSTAINED.get(usual.name, usual.sustained * constants.PRODUCTS_TOP)
-    return found * device.sustained / usual.sustained
+
+# families of devices whose products sustain alike, by generation
+_FAMILIES = {
+    "VOLTA": ("pascal", "volta", "turing"),
+    "AMPERE": ("ampere", "ada"),
+    "HOPPER": ("hopper",),
+    "BLACKWELL": ("blackwell",),
+    "CDNA": ("cdna2", "cdna3", "cdna4"),
+    "TPU": ("tpu",),
+}
+
+
+def family_of(device: Accelerator) -> str:
+    """Return the name of the family whose products sustain alike."""
+    own = "tpu" if device.kind == "tpu" else device.generation
+    return next((family for family, generations in _FAMILIES.items() if own in generations), "OTHER")
 
 
 def _kernels(block: BlockTrace, config: BlockConfig, unfused: bool) -> float:
@@ -236,8 +241,9 @@ def _kernels(block: BlockTrace, config: BlockConfig, unfused: bool) -> float:
     if block.experts:
         each = next((gemm.experts for gemm in block.gemms if gemm.experts), 0) / config.expert_groups
         each *= constants.EXPERT_KERNELS * (2 if config.products else 1)
-        added = (added + constants.MIXTURE_KERNELS + each) * config.mixtures
-    return (block.kernels + added + (constants.UNFUSED_KERNELS if unfused else 0)) * config.kernels
+        added = (added + constants.MIXTURE_KERNELS + each) * STACKS[config.stack].mixtures
+    each = constants.fitted(STACKS[config.stack].kernels)
+    return (block.kernels + added + (constants.UNFUSED_KERNELS if unfused else 0)) * each
 
 
 def _scores_s(block: BlockTrace, config: BlockConfig, unfused: bool) -> float:
@@ -259,12 +265,12 @@ def _softmax_is_unfused(block: BlockTrace, config: BlockConfig) -> bool:
 
 def _other_s(block: BlockTrace, config: BlockConfig) -> float:
     """Return the forward time of memory-bound kernels, except those on attention scores."""
-    head = block.kind == "head"
-    vector = config.vector
+    stack = STACKS[config.stack]
+    vector = constants.fitted(stack.vector)
     if any(gemm.read for gemm in block.gemms):
         vector *= constants.CONVOLUTION_VECTOR * (constants.CONVOLUTION_TF32 if config.precision == "tf32" else 1.0)
-    vector *= config.mixtures if block.experts else 1.0
-    inside = block.inside * (config.loss if head else vector)
+    vector *= stack.mixtures if block.experts else 1.0
+    inside = block.inside * (stack.loss if block.kind == "head" else vector)
     outside = block.outside * vector
     return _pass_s(inside / config.tp / config.cp + outside / (config.tp if config.sequence else 1) / config.cp, config)
 
@@ -284,7 +290,7 @@ def _casts_s(weights: Sequence[Gemm], block: BlockTrace, config: BlockConfig) ->
             backward += shape.rows * shape.n * shape.many * shape.repeated
     forward += held_weights(block, config) * config.casts
     each = constants.CAST_BYTES[config.products] / vector_bandwidth(config.device)
-    each *= config.mixtures if block.experts else 1.0
+    each *= STACKS[config.stack].mixtures if block.experts else 1.0
     each *= 1.0 if config.fused_casts else constants.UNFUSED_CASTS
     return forward * each, backward * each
 
@@ -318,7 +324,9 @@ def gemm_s(gemm: Gemm, config: BlockConfig, backward: bool = False) -> float:
         return repeated * inputs
     # with int8 products, the gradients of weights are computed in 16 bits (AQT's default in MaxText)
     kept = config.precision if precision == "int8" else precision
-    return repeated * (inputs + seconds(shape.n, shape.k, shape.rows, kind=kept))
+    # the sum over rows is contiguous in neither operand, so its length needs no alignment
+    summed = ceil(shape.rows / 64) * 64.0 if shape.rows > 64 else shape.rows
+    return repeated * (inputs + seconds(shape.n, shape.k, summed, kind=kept))
 
 
 def _gradient_of_inputs(gemm: Gemm, shape: Shape, read: float) -> tuple[float, float, float, float]:
@@ -407,7 +415,7 @@ def peak_flops(device: Accelerator, precision: str) -> float:
     return min(device.peak_flops.values())
 
 
-@lru_cache(maxsize=100_000)
+@cached(maxsize=100_000)
 def product_s(
     device: Accelerator, precision: str, m: float, n: float, k: float, many: float = 1.0, spared: float = 0.0
 ) -> float:
@@ -425,7 +433,7 @@ def product_s(
     alignment = 1.0 if low else _alignment(n, k, int(size))
     if alignment is None and size == 2 and many > 1:
         return max(flops / (peak_flops(device, "fp32") * constants.UNALIGNED_BATCH), moved)
-    reached = constants.LOW_TOP[precision] if low else alignment or constants.UNALIGNED
+    reached = constants.LOW_TOP[precision] * constants.LOW_PRECISION if low else alignment or constants.UNALIGNED
     each = peak * constants.GEMM_TOP * reached / device.multiprocessors
     narrow = precision == "fp32" and min(m, n) <= constants.NARROW_N
     tiles = constants.NARROW_TILES if narrow else constants.TILES
@@ -539,7 +547,7 @@ def fused_attention_s(
     by_device = KERNELS[min(max(kernel, 1), 3)]
     speed = by_device.get(device.generation, by_device[""])
     half = HALF_CAUSAL if gemm.causal else HALF
-    wide = 1.0 if min(gemm.n, gemm.k) > 64 else NARROW
+    wide = constants.ATTENTION * (1.0 if min(gemm.n, gemm.k) > 64 else NARROW)
     wide *= min(device.sustained / MEASURED_AT.get(device.generation, device.sustained), 1.0)
     flops = gemm.flops * samples / ranks * (0.5 if gemm.causal else 1.0)
     length = gemm.rows

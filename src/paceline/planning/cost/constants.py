@@ -1,86 +1,178 @@
 """Physical constants of the cost model. The same values apply to all models, machines and frameworks.
 
-The values in `CONSTANTS` are fitted by `benchmarks/published_fit.py` on a tenth of the rows of published tables.
-`LINK_TOP_INSIDE` and `COLLECTIVE_S` are fitted to timings of NCCL (`tables/calib_collectives.csv`). The other constants
-are properties of hardware or libraries with a cited source, or are marked as assumed.
+`ASSUMED` lists the numbers that `benchmarks/published_fit.py` fits to published runs, each with the value that data
+sheets and literature suggest and the spread of its logarithm; `fitted.FITTED` has the result. A user's own runs move
+them again (`planning/machines.py`). The other constants are properties of hardware or libraries with a cited source, or
+are marked as assumed.
 """
 
 from __future__ import annotations
 
-CONSTANTS: dict[str, float] = {
-    "GEMM_START_K": 86.63,
-    "UNALIGNED": 0.2735,
-    "VECTOR_TOP": 0.7903,
-    "VECTOR_BACKWARD": 2.038,
-    "SCORES_BACKWARD": 1.379,
-    "KERNEL_S": 2.452e-06,
-    "LAUNCH_TP": 0.03674,
-    "MEETING": 6.007,
-    "WAVE": 0.5079,
-    "STEP_S": 0.001331,
-    "OPTIMIZER_PASSES": 1.142,
-    "PIPELINE_S": 0.0003003,
-    "LINK_TOP_BETWEEN": 0.7245,
-    "CONTENTION": 0.1366,
-    "EXPERT_S": 5.126e-05,
-    "SCAN": 0.242,
-    "CONVOLUTION": 0.8513,
-    "CONVOLUTION_VECTOR": 0.7622,
-    "CONVOLUTION_3D": 1.476,
-    "CONVOLUTION_TF32": 1.515,
-    "MIXTURE_KERNELS": 220.6,
-    "EXPERT_KERNELS": 3.444,
+from collections.abc import Callable, Mapping
+from functools import lru_cache
+from typing import Any, Literal, NamedTuple, TypeVar
+
+from paceline.planning.cost.fitted import FITTED
+
+
+class Assumed(NamedTuple):
+    """Value that is assumed before any run is measured, and the standard deviation of its logarithm."""
+
+    value: float
+    spread: float
+
+
+ASSUMED: dict[str, Assumed] = {
+    # fraction of the peak that long matrix products sustain within a device's power, by family of devices; relative to
+    # `Accelerator.sustained`
+    "SUSTAINED_VOLTA": Assumed(0.80, 0.10),
+    "SUSTAINED_AMPERE": Assumed(0.80, 0.10),
+    "SUSTAINED_HOPPER": Assumed(0.76, 0.10),
+    "SUSTAINED_BLACKWELL": Assumed(0.76, 0.10),
+    "SUSTAINED_CDNA": Assumed(0.70, 0.10),
+    "SUSTAINED_TPU": Assumed(0.80, 0.10),
+    "SUSTAINED_OTHER": Assumed(0.75, 0.15),
+    # overhead of a tile, in steps of its inner loop
+    "GEMM_START_K": Assumed(90.0, 0.15),
+    # cost of an incomplete last wave of tiles, as a share of the missing tiles; smaller tiles fill it up
+    "WAVE": Assumed(0.5, 0.2),
+    # remaining speed of products whose rows are aligned to less than 16 bytes
+    "UNALIGNED": Assumed(0.254, 0.2),
+    # products below 16 bits: their share of the peak relative to operations measured alone (`LOW_TOP`)
+    "LOW_PRECISION": Assumed(0.9, 0.15),
+    # fused attention: its speed in a training step relative to the kernel measured alone
+    "ATTENTION": Assumed(1.0, 0.15),
+    # traffic beside products relative to the trace, by software stack
+    "VECTOR_EAGER": Assumed(1.5, 0.25),
+    "VECTOR_PARTLY_FUSED": Assumed(1.3, 0.25),
+    "VECTOR_FUSED": Assumed(1.1, 0.25),
+    "VECTOR_COMPILED": Assumed(0.9, 0.25),
+    # traffic of the backward pass per number of the forward pass; the same for scores of attention
+    "VECTOR_BACKWARD": Assumed(1.7, 0.15),
+    "SCORES_BACKWARD": Assumed(1.2, 0.2),
+    # number of times that an update reads and writes its numbers
+    "OPTIMIZER_PASSES": Assumed(1.0, 0.2),
+    # kernels for each kernel of the trace, by software stack
+    "KERNELS_EAGER": Assumed(4.0, 0.3),
+    "KERNELS_PARTLY_FUSED": Assumed(3.0, 0.3),
+    "KERNELS_FUSED": Assumed(1.5, 0.3),
+    # time to start and end a kernel on a device
+    "KERNEL_S": Assumed(2.43e-6, 0.2),
+    # increase of launch times for each further tp rank, since ranks wait for the slowest
+    "LAUNCH_TP": Assumed(0.036, 0.4),
+    # once per step: data, logging, reduction of the loss
+    "STEP_S": Assumed(1e-3, 0.7),
+    # share of the bandwidth between hosts that large collectives reach
+    "LINK_TOP_BETWEEN": Assumed(0.80, 0.15),
+    # exponent by which that share falls with the number of hosts of a group, since all wait for the slowest link
+    "HOSTS": Assumed(0.10, 0.5),
+    # slowdown of compute, relative to the duration of overlapped traffic (Galvatron's overlap_coe, arXiv:2211.13878)
+    "CONTENTION": Assumed(0.126, 0.3),
+    # time to pass a microbatch to the next stage, beside the time on the link
+    "PIPELINE_S": Assumed(3e-4, 0.7),
+    # mixtures: time to count each expert's tokens and wait for the counts; kernels for routing and sorting beyond those
+    # that the trace counts, and for each expert of a rank
+    "EXPERT_S": Assumed(5e-5, 0.5),
+    "MIXTURE_KERNELS": Assumed(60.0, 0.7),
+    "EXPERT_KERNELS": Assumed(3.0, 0.5),
+    # speed of a state space's small products relative to a fused attention kernel
+    "SCAN": Assumed(0.25, 0.3),
+    # convolutions: time relative to plain products, and remaining traffic of norms and activations if they are fused
+    "CONVOLUTION": Assumed(0.9, 0.2),
+    "CONVOLUTION_VECTOR": Assumed(0.7, 0.3),
+    # traffic between convolutions in tf32, relative to 16 bits. Tensor cores need channels-last images, but tf32 is
+    # usually left on for channels-first images, which are transposed on the way (NVIDIA, Convolutional Layers Guide)
+    "CONVOLUTION_TF32": Assumed(1.4, 0.2),
+    # slowdown of convolutions over three dimensions on tensor cores
+    "CONVOLUTION_3D": Assumed(1.5, 0.2),
 }
 
-# for each framework: factors on its compute, its memory-bound traffic, its kernels, and its loss
-FRAMEWORKS: dict[str, dict[str, float]] = {
-    "Megatron-DeepSpeed": {"derating": 0.9419, "vector": 1.005, "kernels": 5.686, "loss": 2.344},
-    "Megatron-LM": {"derating": 0.9736, "vector": 1.236, "kernels": 2, "loss": 2.123},
-    "Megatron Core": {"derating": 0.9547, "vector": 1.187, "kernels": 1.538, "loss": 1.535, "overlaps_ep": 0.3818},
-    "FSDP": {"derating": 1.037, "vector": 0.9818, "kernels": 1.5, "loss": 1},
-    "Composer FSDP": {"derating": 1.114, "vector": 0.9129, "kernels": 1.499, "loss": 0.8474},
-    "torchtitan, compiled": {"derating": 1.152, "vector": 0.9484, "kernels": 0.7002, "loss": 1.015},
-    "DDP": {"derating": 1.013, "vector": 1.012, "kernels": 1.502, "loss": 1.002},
-    "TensorFlow with Horovod": {"derating": 1.162, "vector": 2.6, "kernels": 1.008, "loss": 1.004},
-    "TensorFlow of 2019 with Horovod": {"derating": 1.104, "vector": 12.47, "kernels": 2.013, "loss": 1},
-    "DDP of images": {"derating": 1.048, "vector": 0.9537, "kernels": 1.5, "loss": 0.9989},
-    "TensorFlow with XLA of images": {"derating": 1.086, "vector": 1.49, "kernels": 1.002, "loss": 1.002},
-    "PaddlePaddle Fleet": {"derating": 1.04, "vector": 1.063, "kernels": 1.201, "loss": 1},
-    "LiBai (OneFlow)": {"derating": 1.031, "vector": 1.109, "kernels": 1.003, "loss": 0.9667},
-    "MaxText (XLA)": {"derating": 1.074, "vector": 0.8243, "kernels": 0.7, "loss": 1.019},
-    "HAI-LLM": {"derating": 0.9779, "vector": 1.137},
-    "DeepSpeed": {"derating": 1.056, "vector": 0.9839},
-    "torchtitan": {"derating": 1.056, "vector": 2.165},
-    "TensorFlow with Horovod of images": {"derating": 1.08, "vector": 2.723},
-}
+_assumed = {name: assumed.value for name, assumed in ASSUMED.items()}
+_base: Mapping[str, float] = FITTED
+_clear: list[Callable[[], None]] = []
+Function = TypeVar("Function", bound=Callable[..., Any])
 
-# share of each device's peak that long products sustain within its power
-SUSTAINED: dict[str, float] = {
-    "A100-SXM-80": 0.7672,
-    "V100-SXM-16": 0.7942,
-    "V100-SXM-32": 0.8854,
-    "TPU-v5p": 0.7897,
-    "TPU-v7x": 0.7584,
-    "H100-SXM": 0.7028,
-    "A100-SXM-40": 0.764,
-    "TPU-v4": 0.7834,
-    "TPU-v5e": 0.8455,
-    "GB200": 0.652,
-    "GB300": 0.6878,
-    "B200": 0.7138,
-    "H100-SXM-96": 0.6172,
+
+def use(values: Mapping[str, float] | None = None) -> None:
+    """Set fitted constants for the predictions that follow; those that `values` does not name are `FITTED`.
+
+    Each is an attribute of this module. Cached results that depend on them are dropped if a value changes.
+    """
+    wanted = {**_assumed, **_base, **(values or {})}
+    if any(globals().get(name) != value for name, value in wanted.items()):
+        globals().update(wanted)
+        for clear in _clear:
+            clear()
+
+
+def fix(values: Mapping[str, float] | None = None) -> None:
+    """Replace `FITTED` by other values, such as those of a fit without some runs; None restores it."""
+    global _base
+    _base = FITTED if values is None else dict(values)
+    use()
+
+
+def fitted(name: str | float) -> float:
+    """Return the value in use of a fitted constant; a number is returned as it is."""
+    return float(globals()[name]) if isinstance(name, str) else name
+
+
+def __getattr__(name: str) -> float:
+    """Tell type checkers that fitted constants are numbers; `use` sets them."""
+    raise AttributeError(name)
+
+
+use()
+
+
+def cached(maxsize: int) -> Callable[[Function], Function]:
+    """Cache results of a function as `functools.lru_cache` does, until fitted constants change."""
+
+    def wrap(function: Function) -> Function:
+        wrapped: Any = lru_cache(maxsize=maxsize)(function)
+        _clear.append(wrapped.cache_clear)
+        return wrapped  # type: ignore[no-any-return]
+
+    return wrap
+
+
+StackName = Literal["traced", "traced, compiled", "eager", "graph", "partly fused", "fused", "compiled"]
+
+
+class Stack(NamedTuple):
+    """How far the software fuses kernels.
+
+    Attributes:
+        vector: traffic of kernels beside matrix products relative to the trace, or the name of the fitted constant.
+        kernels: the same for the number of kernels.
+        loss: traffic of the loss over a vocabulary, relative to torch's.
+        mixtures: traffic, casts and kernels of layers with experts relative to other layers.
+    """
+
+    vector: str | float
+    kernels: str | float
+    loss: float
+    mixtures: float = 1.0
+
+
+# paceline runs the model's own code, and its traces list each kernel: a GPT of 124M on an H100 takes 53.7 ms per step,
+# and 42.6 if compiled (benchmarks/gpu.py). The other stacks run models whose traces are built from dimensions: `eager`
+# launches each operation, `graph` does so without Python, `partly fused` has fused norms, softmax and optimizers,
+# `fused` is a library of fused layers (Transformer Engine), and `compiled` is generated code (torch.compile, XLA).
+STACKS: dict[StackName, Stack] = {
+    "traced": Stack(0.9, 1.0, 1.0),
+    "traced, compiled": Stack(0.45, 0.5, 0.6),
+    "eager": Stack("VECTOR_EAGER", "KERNELS_EAGER", 1.0),
+    "graph": Stack("VECTOR_EAGER", 1.0, 1.0),
+    "partly fused": Stack("VECTOR_PARTLY_FUSED", "KERNELS_PARTLY_FUSED", 1.0),
+    "fused": Stack("VECTOR_FUSED", "KERNELS_FUSED", 1.5),
+    "compiled": Stack("VECTOR_COMPILED", 0.7, 1.0),
 }
 
 
 # Matrix products
 # share of the peak that a large product reaches while power does not limit the clock
 GEMM_TOP = 0.93
-# share of the peak that products sustain for minutes within an A100's power, 250 TFLOP/s; `sustained` is relative to it
-PRODUCTS_TOP = 0.80
-# the overhead of a tile, in steps of its inner loop
-GEMM_START_K = CONSTANTS["GEMM_START_K"]
-# cost of an incomplete last wave of tiles, as a share of the missing tiles; smaller tiles fill it up
-WAVE = CONSTANTS["WAVE"]
 # sizes of the result's tiles, and how well each uses a multiprocessor
 Tiles = tuple[tuple[int, int, float], ...]
 TILES: Tiles = ((256, 128, 1.0), (128, 128, 0.97), (128, 64, 0.82), (64, 64, 0.66))
@@ -92,7 +184,6 @@ SPLITS = (1, 2, 4, 8, 16, 32, 64, 128)
 # Misaligned rows are read in more pieces (NVIDIA, "Matrix Multiplication Background User's Guide"): bytes that divide
 # the rows' length, and the remaining speed
 ALIGNED = ((128, 1.0), (64, 0.97), (32, 0.93), (16, 0.86))
-UNALIGNED = CONSTANTS["UNALIGNED"]  # below 16 bytes
 # below 16 bytes, batches of small products do not use tensor cores: share of the fp32 peak
 UNALIGNED_BATCH = 0.9
 
@@ -111,21 +202,10 @@ CAST_BYTES = {"int8": 5.0, "fp8": 6.0, "fp8-row": 10.0, "fp8-block": 6.0, "mxfp8
 UNFUSED_CASTS = 5.5
 UNFUSED_CAST_KERNELS = 24
 
-# Convolutions: their time relative to plain products, the reduction by Winograd's algorithm for 3 × 3 in tiles of
-# 2 × 2, and the remaining traffic of norms and activations if they are fused
-CONVOLUTION = CONSTANTS["CONVOLUTION"]
-# slowdown of convolutions over three dimensions on tensor cores
-CONVOLUTION_3D = CONSTANTS["CONVOLUTION_3D"]
-# traffic between them in tf32, relative to 16 bits. Tensor cores need channels-last images, but tf32 is usually left on
-# for channels-first images, which are transposed on the way (NVIDIA, Convolutional Layers Guide)
-CONVOLUTION_TF32 = CONSTANTS["CONVOLUTION_TF32"]
+# Convolutions: reduction of the work by Winograd's algorithm for 3 × 3 in tiles of 2 × 2
 WINOGRAD = 2.25
 # width up to which tensor cores compute groups of a convolution together: the width of a tile
 GROUPS_N = 16
-CONVOLUTION_VECTOR = CONSTANTS["CONVOLUTION_VECTOR"]
-
-# State spaces: speed of the scan's small products relative to a fused attention kernel
-SCAN = CONSTANTS["SCAN"]
 
 # Tokens of an expert are padded to a multiple of this, so that rows of its gradients are aligned (torchtitan pads to 8
 # in bf16, to 16 in fp8)
@@ -133,52 +213,30 @@ EXPERT_ROWS = 16
 
 # Memory-bound kernels
 # share of the memory's bandwidth
-VECTOR_TOP = CONSTANTS["VECTOR_TOP"]
-# traffic in the backward pass per number of the forward pass
-VECTOR_BACKWARD = CONSTANTS["VECTOR_BACKWARD"]
-# the same for softmax and dropout over the attention's squares
-SCORES_BACKWARD = CONSTANTS["SCORES_BACKWARD"]
+VECTOR_TOP = 0.85
 # separate kernels for scale, mask, softmax and casts: factor on traffic and on the number of kernels
 UNFUSED_SOFTMAX = 2.2
 UNFUSED_KERNELS = 5
-# number of times that an update reads and writes its numbers
-OPTIMIZER_PASSES = CONSTANTS["OPTIMIZER_PASSES"]
 
 # Kernels, and Python's overhead
-# time to start and end a kernel on a device, independent of its work
-KERNEL_S = CONSTANTS["KERNEL_S"]
-# time from Python to a kernel on the device's queue, unless the framework's profile has another value
+# time from Python to a kernel on the device's queue, unless the device has another value
 LAUNCH_S = 7e-6
-# increase for each further tp rank, since ranks wait for the slowest
-LAUNCH_TP = CONSTANTS["LAUNCH_TP"]
-# exponent of the p-norm that adds Python's and the device's time if tp ranks synchronize in every layer
-MEETING = CONSTANTS["MEETING"]
-# once per step: data, logging, reduction of the loss
-STEP_S = CONSTANTS["STEP_S"]
+# exponent of the p-norm that adds Python's and the device's time if tp ranks synchronize in every layer; assumed
+MEETING = 6.0
 # The same for ranks on cores. Several ranks add time to each step, independent of traffic: they coordinate which
 # gradients are ready, run the hooks, copy buffers, and wait for the slowest. A step of examples/own_model.yaml took
 # 0.25 ms on one rank and 0.68 ms on two (2 cores of an AMD EPYC, torch 2.13). With other processes running, it took
 # 0.94 ms and 2.1 ms.
 CORES_STEP_S, CORES_MEET_S = 1e-4, 4e-4
 
-# kernels for routing and sorting beyond those that the trace counts, and for each expert of a rank (its products
-# and casts are separate kernels)
-MIXTURE_KERNELS = CONSTANTS["MIXTURE_KERNELS"]
-EXPERT_KERNELS = CONSTANTS["EXPERT_KERNELS"]
-# time to count the tokens of each expert and wait for the counts, in each pass of a mixture
-EXPERT_S = CONSTANTS["EXPERT_S"]
-
 # Links
 # share of the link's bandwidth inside a host that large collectives reach
 LINK_TOP_INSIDE = 0.713
-LINK_TOP_BETWEEN = CONSTANTS["LINK_TOP_BETWEEN"]  # the same between hosts
 COLLECTIVE_S = 3.21e-05  # time to start one
+# fraction of a core's peak that long products sustain; assumed
+CORES_SUSTAINED = 0.80
 # ranks along one dimension of a torus
 TORUS_SIDE = 16
-# slowdown of compute, relative to the duration of overlapped traffic (Galvatron's overlap_coe)
-CONTENTION = CONSTANTS["CONTENTION"]
-# time to pass a microbatch to the next stage, beside the time on the link
-PIPELINE_S = CONSTANTS["PIPELINE_S"]
 
 # bytes per second of a host's memory for each of 8 devices: 8 to 12 channels of DDR5 on two sockets, at two thirds
 HOST_MEMORY_EACH = 50e9

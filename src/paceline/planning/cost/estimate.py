@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from paceline.planning.cost import constants
@@ -45,6 +45,7 @@ from paceline.units import size
 
 def predict_layout(layout: Layout) -> Prediction:
     """Predict the time, breakdown and peak memory of one step of a layout."""
+    use_corrections(layout)
     parts = step_parts(layout, inputs_of(layout))
     step = sum(parts.values())
     held = measured_memory(layout, memory(layout))
@@ -66,6 +67,25 @@ def predict_layout(layout: Layout) -> Prediction:
     )
 
 
+def step_time_s(layout: Layout, values: Mapping[str, float] | None = None) -> float:
+    """Predict the time of one step of a layout, in seconds, without its memory.
+
+    Args:
+        values: fitted constants to use; None uses those that the user's measured runs have moved.
+    """
+    if values is None:
+        use_corrections(layout)
+    else:
+        constants.use(values)
+    return sum(step_parts(layout, inputs_of(layout)).values())
+
+
+def use_corrections(layout: Layout) -> None:
+    """Use the cost model's constants as moved by the measured runs of the layout's machines."""
+    found = layout.machines.adjustment
+    constants.use(found.constants if found else None)
+
+
 def _notes(layout: Layout) -> tuple[str, ...]:
     if not layout.offload_activations:
         return ()
@@ -75,6 +95,7 @@ def _notes(layout: Layout) -> tuple[str, ...]:
 
 def memory_fits(layout: Layout) -> bool:
     """True if the predicted peak memory of a layout fits on devices and hosts."""
+    use_corrections(layout)
     return sum(measured_memory(layout, memory(layout)).values()) <= capacity_bytes(layout) and host_fits(layout)
 
 
@@ -133,6 +154,7 @@ def _with_reference(parts: dict[str, float], layout: Layout, slow: StageCost) ->
 
 def timeline(layout: Layout) -> list[Span]:
     """Simulate the schedule of every pipeline rank and return its spans."""
+    use_corrections(layout)
     inputs = inputs_of(layout)
     return simulated(layout, inputs.times, inputs.hop_s)
 

@@ -1,7 +1,6 @@
 """Profiles of other frameworks for the cost model.
 
-The profiles follow the documentation and code of each framework. Some numbers are only initial values of a fit;
-`FRAMEWORKS_FITTED` contains the fitted values.
+The profiles follow the documentation and code of each framework. No number is fitted.
 """
 
 from __future__ import annotations
@@ -9,7 +8,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from paceline.planning.cost.constants import FRAMEWORKS as FRAMEWORKS_FITTED
 from paceline.planning.cost.layout import FrameworkProfile, Layout
 
 # share of tp traffic that user buffers and async TP hide
@@ -49,11 +47,6 @@ class Framework:
     cuts_by_cost: bool = False
 
     @property
-    def fitted(self) -> FrameworkProfile:
-        """Return a copy of the profile with values fitted on published runs."""
-        return replace(self.profile, **FRAMEWORKS_FITTED.get(self.name, {}))  # type: ignore[arg-type]
-
-    @property
     def name(self) -> str:
         """Name of the profile."""
         return self.profile.name
@@ -69,7 +62,7 @@ class Framework:
             moment_bytes: bytes per element of each of Adam's two moments: 4 in fp32, 2 in bf16, 1 in 8-bit Adam
                 (arXiv:2110.02861).
         """
-        layout = replace(layout, framework=self.fitted, order=self.order, shards_over_cp=self.shards_over_cp)
+        layout = replace(layout, framework=self.profile, order=self.order, shards_over_cp=self.shards_over_cp)
         if layout.precision in ("fp32", "tf32", "fp64") or self.full:
             size = 8.0 if layout.precision == "fp64" else 4.0
             state = 2 * moment_bytes * size / 4
@@ -85,29 +78,27 @@ class Framework:
         return min(size, self.sync_bytes) if self.full else size
 
 
-# paceline runs the model's own code: traces list its kernels individually. A GPT of 124M on an H100 takes 53.7 ms per
-# step, and 42.6 if compiled (benchmarks/gpu.py), which fuses memory-bound kernels
-PACELINE = FrameworkProfile(vector=0.9, fused_casts=False)
-PACELINE_COMPILED = FrameworkProfile(vector=0.45, kernels=0.5, loss=0.6)
+PACELINE = FrameworkProfile(fused_casts=False)
+PACELINE_COMPILED = FrameworkProfile(stack="traced, compiled")
 
 _MEGATRON = FrameworkProfile(
     overlaps_gradients=False, overlaps_parameters=False, flash=False, softmax_of=4, stops_early=False
 )
-_EAGER = replace(_MEGATRON, loss=2.5, kernels=5.5)
 # Megatron-LM of 2021 to 2022, and DeepSpeed's copy, with less fused kernels
-MEGATRON_DEEPSPEED = Framework(replace(_EAGER, name="Megatron-DeepSpeed", sums_gradients=True), order=MEGATRON_ORDER)
+MEGATRON_DEEPSPEED = Framework(
+    replace(_MEGATRON, name="Megatron-DeepSpeed", stack="partly fused", sums_gradients=True), order=MEGATRON_ORDER
+)
 MEGATRON_LM = Framework(
-    replace(_MEGATRON, name="Megatron-LM", loss=2.0, kernels=2.0, scatters_hops=True), order=MEGATRON_ORDER
+    replace(_MEGATRON, name="Megatron-LM", stack="partly fused", scatters_hops=True), order=MEGATRON_ORDER
 )
 # Megatron Core with Transformer Engine: cuDNN's attention, all kinds of traffic overlapped
 MEGATRON_CORE = Framework(
     FrameworkProfile(
         "Megatron Core",
+        stack="fused",
         attention=3,
-        loss=1.5,
-        kernels=1.5,
         overlaps_hops=True,
-        overlaps_ep=0.3,
+        overlaps_ep=0.4,
         node_limit=1000,
         scatters_hops=True,
         stops_early=False,
@@ -124,20 +115,25 @@ MEGATRON_CORE = Framework(
 # (DeepSeek-V3, arXiv:2412.19437, sections 2.1.2 and 3.2.1)
 HAI_LLM = Framework(
     FrameworkProfile(
-        "HAI-LLM", attention=3, overlaps_ep=0.9, overlaps_hops=True, node_limit=4, stops_early=False, keeps="half"
+        "HAI-LLM",
+        stack="fused",
+        attention=3,
+        overlaps_ep=0.9,
+        overlaps_hops=True,
+        node_limit=4,
+        stops_early=False,
+        keeps="half",
     ),
     gradient_bytes=4.0,
     order=MEGATRON_ORDER,
     shards="zero1",
     folds=True,
 )
-DEEPSPEED = Framework(FrameworkProfile("DeepSpeed", kernels=2.0, stops_early=False))
-FSDP = Framework(FrameworkProfile("FSDP", kernels=1.5), full=True, shards="zero3", sequence=True)
-# Sums of gradients are all-reduced in fp32 after the last backward pass, with ZeRO-1 too; only the update is sharded
+# Gradients are summed over replicas in fp32 after the last backward pass, also with ZeRO-1; only the update is sharded
 # (nanotron, `sync_gradients_across_dp` and `get_fp32_accum_hook`)
 NANOTRON = Framework(
     FrameworkProfile(
-        "nanotron", kernels=2.0, vector=2.0, overlaps_gradients=False, overlaps_parameters=False, sums_gradients=True
+        "nanotron", stack="eager", overlaps_gradients=False, overlaps_parameters=False, sums_gradients=True
     ),
     gradient_bytes=4.0,
     sync_bytes=4.0,
@@ -145,9 +141,11 @@ NANOTRON = Framework(
     sequence=True,
     cuts_by_cost=True,
 )
-COMPOSER = Framework(FrameworkProfile("Composer FSDP", kernels=1.5), full=True)
+DEEPSPEED = Framework(FrameworkProfile("DeepSpeed", stack="partly fused", stops_early=False))
+FSDP = Framework(FrameworkProfile("FSDP", stack="partly fused"), full=True, shards="zero3", sequence=True)
+COMPOSER = Framework(FrameworkProfile("Composer FSDP", stack="partly fused"), full=True)
 TORCHTITAN = Framework(
-    FrameworkProfile("torchtitan", kernels=2.0, vector=2.2, keeps="half"),
+    FrameworkProfile("torchtitan", stack="eager", keeps="half"),
     full=True,
     shards="zero3",
     sequence=True,
@@ -156,7 +154,7 @@ TORCHTITAN = Framework(
 )
 # torch.compile fuses memory-bound kernels
 TORCHTITAN_COMPILED = Framework(
-    FrameworkProfile("torchtitan, compiled", kernels=0.7, vector=0.9, keeps="half"),
+    FrameworkProfile("torchtitan, compiled", stack="compiled", keeps="half"),
     full=True,
     shards="zero3",
     sequence=True,
@@ -167,57 +165,24 @@ TORCHTITAN_COMPILED = Framework(
 TORCHTITAN_2024 = replace(
     TORCHTITAN_COMPILED, profile=replace(TORCHTITAN_COMPILED.profile, name="torchtitan of 2024, compiled")
 )
-DDP = Framework(FrameworkProfile("DDP", flash=False, kernels=1.5), full=True)
+DDP = Framework(FrameworkProfile("DDP", stack="partly fused", flash=False), full=True)
 # Horovod's ranks coordinate which gradients are ready once per cycle, of 5 ms until release 0.21 (its release notes)
 _CYCLE_S = 0.005
-HOROVOD = Framework(FrameworkProfile("TensorFlow with Horovod", flash=False, kernels=1.0, agrees_s=_CYCLE_S), full=True)
-# before XLA was common: each operation and each cast is a kernel
-HOROVOD_UNFUSED = Framework(
-    FrameworkProfile("TensorFlow of 2019 with Horovod", flash=False, kernels=2.0, vector=4.0, agrees_s=_CYCLE_S),
-    full=True,
+HOROVOD = Framework(
+    FrameworkProfile("TensorFlow with Horovod", stack="graph", flash=False, agrees_s=_CYCLE_S), full=True
 )
-# kernels of convolutions differ from those of transformers
-TORCH_IMAGES = Framework(FrameworkProfile("DDP of images", flash=False, kernels=1.5), full=True)
-TENSORFLOW_IMAGES = Framework(
-    FrameworkProfile("TensorFlow with Horovod of images", flash=False, kernels=3.0, vector=1.2, agrees_s=_CYCLE_S),
-    full=True,
+TENSORFLOW_XLA = Framework(
+    FrameworkProfile("TensorFlow with XLA", stack="compiled", flash=False, agrees_s=_CYCLE_S), full=True
 )
-TENSORFLOW_FUSED_IMAGES = Framework(
-    FrameworkProfile("TensorFlow with XLA of images", flash=False, kernels=1.0, vector=0.6, agrees_s=_CYCLE_S),
-    full=True,
-)
-PADDLE = Framework(FrameworkProfile("PaddlePaddle Fleet", flash=False, kernels=1.2), full=True)
-ONEFLOW = Framework(FrameworkProfile("LiBai (OneFlow)", flash=False, kernels=1.0), full=True)
+PADDLE = Framework(FrameworkProfile("PaddlePaddle Fleet", stack="fused", flash=False), full=True)
+ONEFLOW = Framework(FrameworkProfile("LiBai (OneFlow)", stack="fused", flash=False), full=True)
 MAXTEXT = Framework(
-    FrameworkProfile("MaxText (XLA)", kernels=0.7, vector=0.8, graphs=True, keeps="products", overlaps_tp=0.7),
+    FrameworkProfile("MaxText (XLA)", stack="compiled", graphs=True, keeps="products", overlaps_tp=0.7),
     full=True,
     shards="zero3",
     sequence=True,
 )
-OTHER = Framework(FrameworkProfile("other"))
-FRAMEWORKS = (
-    MEGATRON_DEEPSPEED,
-    MEGATRON_LM,
-    MEGATRON_CORE,
-    HAI_LLM,
-    DEEPSPEED,
-    FSDP,
-    NANOTRON,
-    COMPOSER,
-    TORCHTITAN,
-    TORCHTITAN_COMPILED,
-    TORCHTITAN_2024,
-    DDP,
-    HOROVOD,
-    HOROVOD_UNFUSED,
-    TORCH_IMAGES,
-    TENSORFLOW_IMAGES,
-    TENSORFLOW_FUSED_IMAGES,
-    PADDLE,
-    ONEFLOW,
-    MAXTEXT,
-    OTHER,
-)
+OTHER = Framework(FrameworkProfile("other", stack="partly fused"))
 
 
 def summed(layout: Layout, parameters: float) -> float:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from paceline.cluster.catalogue import Accelerator, LinkSpec
 from paceline.planning.cost import constants
+from paceline.planning.cost.constants import StackName
 from paceline.planning.model.graph import ModelTrace
 from paceline.planning.plan import AXES, Remat, Schedule
 from paceline.planning.sync_info import TRANSPORTS, WITHIN_HOST
@@ -36,12 +37,10 @@ Products = Literal["", "int8", "fp8", "fp8-row", "fp8-block", "mxfp8", "fp4"]
 class FrameworkProfile:
     """Properties of the framework that runs a plan.
 
-    `derating`, `vector`, `mixtures`, `kernels`, `loss` and `overlaps_ep` are fitted (`FRAMEWORKS_FITTED`). The other
-    values are not.
+    None of the values is fitted.
 
     Attributes:
         name: name of the framework, such as `paceline`, `Megatron-LM`, `Megatron-DeepSpeed` or `FSDP`.
-        derating: factor on all compute times.
         overlaps_gradients: True if gradients are reduced during the backward pass.
         sums_gradients: True if gradients are all-reduced under ZeRO-1 instead of reduce-scattered (DeepSpeed without
             `reduce_scatter`).
@@ -52,18 +51,13 @@ class FrameworkProfile:
         overlaps_hops: True if pipeline stages send activations while they compute.
         flash: True if attention is one fused kernel that does not store its scores.
         attention: generation of the attention kernel: FlashAttention 1, 2 or 3; cuDNN since 9.0 counts as 3.
-        vector: memory traffic of kernels other than matrix products, relative to the trace; below 1 if more kernels are
-            fused.
-        mixtures: memory traffic of layers with experts relative to other layers; the factor also applies to their casts
-            and kernel counts.
         graphs: True if kernels are replayed as CUDA graphs, without Python.
         blocking: True if Python waits for every kernel (CUDA_LAUNCH_BLOCKING=1).
         keeps: results that remat=selective keeps: everything except attention scores, all results of matrix products,
             or every second one.
         node_limit: maximum number of hosts with the experts of one token; a token is sent to each of these hosts once.
             0 means no limit.
-        loss: memory traffic of the loss over a vocabulary, relative to torch's loss.
-        kernels: number of kernels launched for each kernel of the trace; above 1 if fewer kernels are fused.
+        stack: how far the software fuses kernels (`constants.STACKS`).
         softmax_of: the softmax is fused only if the number of score matrices is a multiple of this number.
         fused_casts: True if a cast to low precision and its scale are one kernel.
         stops_early: True if recomputation of a block stops before its last matrix product, because the backward pass
@@ -72,7 +66,6 @@ class FrameworkProfile:
     """
 
     name: str = "paceline"
-    derating: float = 1.0
     overlaps_gradients: bool = True
     sums_gradients: bool = False
     overlaps_parameters: bool = True
@@ -80,16 +73,13 @@ class FrameworkProfile:
     overlaps_tp: float = 0.0
     overlaps_ep: float = 0.0
     overlaps_hops: bool = False
-    vector: float = 1.0
-    mixtures: float = 1.0
     graphs: bool = False
     blocking: bool = False
     keeps: Literal["attention", "products", "half"] = "attention"
     node_limit: int = 0
     flash: bool = True
     attention: int = 2
-    loss: float = 1.0
-    kernels: float = 1.0
+    stack: StackName = "traced"
     softmax_of: int = 1
     scatters_hops: bool = False
     fused_casts: bool = True
@@ -473,7 +463,7 @@ def group_path(layout: Layout, ranks: int, apart: int) -> LinkPath:
         return LinkPath(ranks, 1, within, steps, 2 * steps, ranks, _to_all(layout, ranks, within), within)
     together = max(1, min(ranks, machines.per_host // apart))
     hosts = -(-ranks // together)
-    own = machines.between.bandwidth * constants.LINK_TOP_BETWEEN
+    own = machines.between.bandwidth * constants.LINK_TOP_BETWEEN / hosts**constants.HOSTS
     if hosts > machines.oversubscribed_beyond:
         own /= machines.oversubscription
     bandwidth = own * together

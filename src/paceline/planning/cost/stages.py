@@ -157,7 +157,7 @@ def stage_times(layout: Layout) -> StageTimes:
     )
 
 
-@lru_cache(maxsize=16384)
+@constants.cached(maxsize=16384)
 def _stage_times(
     trace: ModelTrace,
     config: BlockConfig,
@@ -196,7 +196,7 @@ def _mixed(full: StageCost, plain: StageCost, share: float) -> StageCost:
     return StageCost._make([share * one + (1 - share) * other for one, other in zip(full, plain, strict=True)])
 
 
-@lru_cache(maxsize=4096)
+@constants.cached(maxsize=4096)
 def _summed(trace: ModelTrace, config: BlockConfig, remat: str, *links: LinkPath) -> tuple[StageCost, ...]:
     """Return the cumulative costs of the first 0, 1, 2, … blocks."""
     found = [StageCost()]
@@ -217,7 +217,7 @@ def _even(prefix: tuple[StageCost, ...], virtual: int) -> tuple[int, ...]:
     return contiguous(blocks, virtual) if virtual <= len(blocks) else (len(blocks),)
 
 
-@lru_cache(maxsize=100_000)
+@constants.cached(maxsize=100_000)
 def block_cost(
     block: BlockTrace, config: BlockConfig, remat: str, tp_path: LinkPath, cp_path: LinkPath, ep_path: LinkPath
 ) -> StageCost:

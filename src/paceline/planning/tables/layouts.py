@@ -16,9 +16,6 @@ from paceline.planning.cost.compute import peak_flops
 from paceline.planning.cost.estimate import memory_fits
 from paceline.planning.cost.frameworks import (
     MEGATRON_DEEPSPEED,
-    TENSORFLOW_FUSED_IMAGES,
-    TENSORFLOW_IMAGES,
-    TORCH_IMAGES,
     Framework,
 )
 from paceline.planning.cost.layout import Layout, Machines
@@ -47,7 +44,6 @@ def layout_of(cells: Cells, others: Sequence[Cells]) -> Layout:
     if rest or not data_ranks:
         raise UnusableError(f"{ranks} GPUs are not a multiple of tp × pp × cp = {inside}")
     trace = model_of(cells, others, degrees["tp"], degrees["pp"] * whole(cells, "vpp", 1))
-    framework = _for_model(framework, trace, cells)
     batch = _batch(cells, data_ranks, trace.tokens)
     samples = number(cells.get("micro_batch", "")) or (1.0 if degrees["pp"] > 1 else batch / data_ranks)
     microbatches = max(round(batch / data_ranks / samples), 1)
@@ -121,15 +117,6 @@ def _recomputed_share(trace: ModelTrace, modules: frozenset[str]) -> float:
 def _divides_always(layout: Layout, framework: Framework) -> bool:
     """True for DeepSpeed in bf16, whose `BF16_Optimizer` shards its state at every stage."""
     return framework.name == MEGATRON_DEEPSPEED.name and layout.precision == "bf16"
-
-
-def _for_model(framework: Framework, trace: ModelTrace, cells: Cells) -> Framework:
-    """Adapt a framework's profile to convolutions, whose kernels differ from those of transformers."""
-    if not any(gemm.read for block in trace.blocks for gemm in block.gemms):
-        return framework
-    if not re.search(r"tensorflow|\btf\b|horovod", cells.get("framework", ""), re.IGNORECASE):
-        return TORCH_IMAGES
-    return TENSORFLOW_FUSED_IMAGES if re.search(r"\bXLA\b", " ".join(cells.values())) else TENSORFLOW_IMAGES
 
 
 def _ranks(cells: Cells, inside: int) -> int:
@@ -406,7 +393,6 @@ _NAMES: tuple[tuple[str, Framework], ...] = (
     (r"hai-?llm", known.HAI_LLM),
     (r"libai|oneflow", known.ONEFLOW),
     (r"paddle", known.PADDLE),
-    (r"\b(?:tf|tensorflow) ?1[89]\.\d\d", known.HOROVOD_UNFUSED),
     (r"horovod|\btf\b|tensorflow", known.HOROVOD),
     (r"nanotron", known.NANOTRON),
     (r"fsdp|pytorch 2|lit-?gpt|olmo|lightning|meta internal", known.FSDP),
@@ -430,7 +416,7 @@ def framework_of(cells: Cells, device: Accelerator) -> Framework:
     if found is known.MEGATRON_CORE and re.search(r"gpt.?oss", cells.get("model", ""), re.IGNORECASE):
         profile = replace(profile, flash=False)  # attention sinks, which fused kernels lacked before cuDNN 9.13
     if re.search(r"deterministic-mode=True", notes):
-        profile = replace(profile, attention=1, kernels=1.5 * profile.kernels)
+        profile = replace(profile, attention=1)
     if found is known.COMPOSER:
         profile = replace(profile, attention=1)  # its models add ALiBi's biases, so FlashAttention runs in Triton
     if _unpadded(cells) and device.generation not in ("pascal", "volta") and "16" in cells.get("precision", ""):
@@ -453,6 +439,8 @@ def _unpadded(cells: Cells) -> bool:
 
 def _by_name(cells: Cells, device: Accelerator) -> Framework:
     name = cells.get("framework", "").lower()
+    if re.search(r"horovod|\btf\b|tensorflow", name) and re.search(r"\bxla\b", " ".join(cells.values()), re.IGNORECASE):
+        return known.TENSORFLOW_XLA
     for pattern, framework in _NAMES:
         if re.search(pattern, name):
             of_2024 = framework is known.TORCHTITAN_COMPILED and re.search(r"\b2024\b", cells.get("source", ""))

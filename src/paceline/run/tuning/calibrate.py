@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import geometric_mean
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from paceline.cluster.cluster import Cluster
@@ -43,7 +44,7 @@ from paceline.planning.calibrate import (
     reference_time_s,
 )
 from paceline.planning.check.plan_errors import plan_errors
-from paceline.planning.cost.estimate import predict_layout
+from paceline.planning.cost.estimate import step_time_s
 from paceline.planning.history import other_work
 from paceline.planning.machines import Adjustment, adjustment
 from paceline.planning.plan import Plan, cores_of
@@ -280,7 +281,7 @@ def calibrate_on(
             files=list(files),
             reasons="\n".join(_not_used(runs.skipped) or [f"nothing was found. It takes {_FORMS}"]),
         )
-    found = adjustment(runs.rows, lambda layout: predict_layout(layout).step_time_s)
+    found = adjustment(runs.rows)
     say(_summary(runs, found))
     return found
 
@@ -372,17 +373,20 @@ def _summary(runs: Runs, found: Adjustment) -> str:
     places = ", ".join(dict.fromkeys(row.table for row in runs.rows))
     left = math.exp(found.spread) - 1
     return (
-        f"calibrated on {count(len(runs.rows), 'run')} of {places}: measured steps take {_times(found)} what is "
+        f"calibrated on {count(len(runs.rows), 'run')} of {places}: measured steps take {_times(runs, found)} what is "
         f"predicted; ± {percent(left)} is left (standard deviation)"
     )
 
 
-def _times(found: Adjustment) -> str:
-    """Return text with the factor over all runs, and the range of factors by kind."""
-    kinds = [math.exp(log) for key, log in found.logs.items() if len(key) == max(map(len, found.logs))]
-    least, most = min(kinds), max(kinds)
-    general = f"{math.exp(found.logs[()]):.2f} times"
-    return general if most / least < 1.01 else f"{general} (by software and precision {least:.2f} to {most:.2f})"
+def _times(runs: Runs, found: Adjustment) -> str:
+    """Return text with the mean ratio of corrected to uncorrected times, and its range."""
+    ratios = []
+    for row in runs.rows:
+        corrected = step_time_s(row.layout, found.constants) * found.factor(row.layout)
+        ratios.append(corrected / step_time_s(row.layout, {}))
+    least, most = min(ratios), max(ratios)
+    general = f"{geometric_mean(ratios):.2f} times"
+    return general if most / least < 1.01 else f"{general} ({least:.2f} to {most:.2f})"
 
 
 def _not_used(skipped: Sequence[Skipped]) -> list[str]:
