@@ -325,6 +325,7 @@ def adjustment(runs: Iterable[Row]) -> Adjustment:
 
     runs = list(runs)
     rows = [row for row in runs if row.seconds]
+    constants.use()  # an earlier prediction may have used moved constants
     moved: dict[str, float] = {}
     logs: dict[Key, float] = {}
     errors: list[float] = []

@@ -18,7 +18,7 @@ from paceline.job.job import Job
 from paceline.job.partition import Partition, PartitionSpec
 from paceline.partition import contiguous
 from paceline.planning.check.rules import reasons_against
-from paceline.planning.cost.estimate import predict_layout
+from paceline.planning.cost.estimate import predict_layout, use_corrections
 from paceline.planning.cost.layout import Layout
 from paceline.planning.cost.memory import capacity_bytes
 from paceline.planning.cost.stages import stages
@@ -234,6 +234,7 @@ def cut_by_speed(case: Case, best: Candidate) -> tuple[tuple[str, ...], float]:
     layout = best.layout
     if layout.pp == 1 or layout.chunks > 1 or not layout.machines.speeds:
         return (), 0.0
+    use_corrections(layout)
     speeds = _speeds(layout, ("pp",))
     blocks = [
         cost.forward + cost.backward

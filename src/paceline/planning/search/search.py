@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from paceline.cluster.cluster import Cluster
 from paceline.job.job import Job
 from paceline.planning.arguments import AnyCluster, AnyJob, cluster_of, job_of
-from paceline.planning.cost.estimate import predict_layout
+from paceline.planning.cost.estimate import predict_layout, use_corrections
 from paceline.planning.cost.layout import Layout
 from paceline.planning.cost.measured import calibration_of
 from paceline.planning.cost.memory import host_fits, memory, usable_bytes
@@ -213,6 +213,7 @@ class BranchAndBound:
 
     def run(self) -> float:
         """Run the search, and return the gap (`SearchResult.gap`)."""
+        use_corrections(self.layout)  # bounds hold only with the constants of the predictions
         gap = self._through_all(self.most)
         # if the list is short, add the most promising of the much slower plans
         if len(self.found) < self.top:
