@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 from handmade_search import candidate
 from paceline.cluster.catalogue import CATALOGUE, Accelerator
 from paceline.job.model import Dimensions
-from paceline.planning.cost import constants
+from paceline.planning.cost import constants, frameworks
 from paceline.planning.cost.compute import LOW, peak_flops, product_s
 from paceline.planning.cost.estimate import FailureCosts, failure_costs, predict_layout, timeline
-from paceline.planning.cost.frameworks import FRAMEWORKS, MEGATRON_ORDER, Framework
+from paceline.planning.cost.frameworks import MEGATRON_ORDER, Framework
 from paceline.planning.cost.layout import PARTS, Layout, Machines
 from paceline.planning.cost.stages import pipeline_s, simulate, work_of
 from paceline.planning.model.transformer import transformer
@@ -152,6 +152,7 @@ def any_layout(name: str, framework: Framework, mixture: bool, **values: Any) ->
     return framework.laid_out(replace(layout, cut=cut))
 
 
+FRAMEWORKS = [profile for profile in vars(frameworks).values() if isinstance(profile, Framework)]
 ANY_LAYOUTS = st.builds(
     any_layout,
     st.sampled_from(DEVICES),
