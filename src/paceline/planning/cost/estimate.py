@@ -81,9 +81,12 @@ def step_time_s(layout: Layout, values: Mapping[str, float] | None = None) -> fl
 
 
 def use_corrections(layout: Layout) -> None:
-    """Use the cost model's constants as moved by the measured runs of the layout's machines."""
+    """Use the cost model's constants as moved by the measured runs of the layout's machines.
+
+    Only runs on GPUs move constants, and they do not change predictions for cores.
+    """
     found = layout.machines.adjustment
-    constants.use(found.constants if found else None)
+    constants.use(found.constants if found and not layout.machines.device.is_core else None)
 
 
 def _notes(layout: Layout) -> tuple[str, ...]:
