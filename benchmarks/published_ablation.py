@@ -2,10 +2,10 @@
 
     python benchmarks/published_ablation.py [--tables DIR] [--json]
 
-Every piece is taken out alone, the factor of each table is found again on its set-aside rows, and the other constants
-stay: what a refit would hide is part of what the piece does. Runs that are alike correct nothing here. Columns: the
-mean error of all rows and over tables without it, both less those with it, and the rows whose step time it moves by
-more than 1 %, with their error before and after. A piece that is not worth its place has no or a negative difference.
+Every row is predicted without its source (`tables/fits.json`). Every piece is taken out alone, and the other constants
+stay: what a refit would hide is part of what the piece does. Columns: the mean error without the piece less that with
+it, for all rows and over tables, cold and calibrated by factors of the table's set-aside rows; and the rows whose step
+time the piece moves by more than 1 %. A piece that is not worth its place has no or a negative difference.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from paceline.planning.cost import compute as attention
 from paceline.planning.cost import compute as products
 from paceline.planning.cost import estimate as state_traffic
 from paceline.planning.cost import layout as traffic
-from paceline.planning.cost.estimate import predict_layout
+from paceline.planning.cost.estimate import step_time_s
 from paceline.planning.cost.layout import Layout
-from paceline.planning.machines import adjustment
+from paceline.planning.machines import regression
 from paceline.planning.tables.layouts import Row
-from published_fit import with_constants
-from published_rows import TABLES, read, set_aside
+from published_fit import FITS
+from published_rows import TABLES, read, set_aside, source
 from published_score import mean
 
 # a row is moved by a piece if its time changes by more, relative
@@ -42,12 +42,14 @@ class Piece:
     Attributes:
         source: where it is from.
         patched: values of modules' names without it.
+        fitted: values of fitted constants without it.
         layout: a layout without it.
     """
 
     name: str
     source: str
     patched: Mapping[tuple[Any, str], object] = field(default_factory=dict)
+    fitted: Mapping[str, float] = field(default_factory=dict)
     layout: Callable[[Layout], Layout] = lambda layout: layout
 
 
@@ -107,14 +109,20 @@ PIECES = (
         {(attention, "HALF_CAUSAL"): NOTHING, (attention, "HALF"): NOTHING, (attention, "NARROW"): 1.0},
     ),
     Piece("launches from Python", "assumed; fitted", layout=framework(graphs=True, blocking=False)),
-    Piece("start and end of kernels", "fitted", constant(KERNEL_S=0.0)),
-    Piece("traffic of other kernels by framework", "fitted", layout=framework(vector=1.0, mixtures=1.0)),
-    Piece("traffic of the loss by framework", "fitted", layout=framework(loss=1.0)),
-    Piece("time of each framework's computing", "fitted", layout=framework(derating=1.0)),
+    Piece("start and end of kernels", "fitted", fitted={"KERNEL_S": 0.0}),
+    Piece("traffic and kernels by software stack", "fitted", layout=framework(stack="partly fused")),
+    Piece("attention in a step is slower than alone", "fitted", fitted={"ATTENTION": 1.0}),
+    Piece("bandwidth falls with the number of hosts", "fitted", fitted={"HOSTS": 0.0}),
+    Piece("time to pass a microbatch on", "fitted", fitted={"PIPELINE_S": 0.0}),
+    Piece("speed of a state space's scan", "fitted", fitted={"SCAN": 1.0}),
     Piece("softmax that needs a multiple of four", "Megatron-LM's code", layout=framework(softmax_of=1)),
     Piece("recomputation that stops early", "torch.utils.checkpoint", layout=framework(stops_early=False)),
     Piece("what selective recomputation keeps", "torchtitan, MaxText", layout=framework(keeps="attention")),
-    Piece("kernels of a mixture's routing", "fitted", constant(MIXTURE_KERNELS=0.0, EXPERT_KERNELS=0.0, EXPERT_S=0.0)),
+    Piece(
+        "kernels of a mixture's routing",
+        "fitted",
+        fitted={"MIXTURE_KERNELS": 0.0, "EXPERT_KERNELS": 0.0, "EXPERT_S": 0.0},
+    ),
     Piece("a token once to a host", "Megatron Core's dispatchers", layout=framework(node_limit=0)),
     Piece("experts on ranks of dp and tp", "arXiv:2504.14960", layout=lambda a: replace(a, expert_ranks=0)),
     Piece(
@@ -132,49 +140,54 @@ PIECES = (
         "Megatron Core",
         {(state_traffic, "_behind_chunks_s"): lambda seconds, behind, chunks, blocks: seconds},
     ),
-    Piece("traffic slows the computing that hides it", "arXiv:2211.13878; fitted", constant(CONTENTION=0.0)),
+    Piece("traffic slows the computing that hides it", "arXiv:2211.13878; fitted", fitted={"CONTENTION": 0.0}),
     Piece("latency of each collective", "calib_collectives.csv", constant(COLLECTIVE_S=0.0)),
     Piece("domains of 72", "NVIDIA, NVL72", layout=in_hosts_of_eight),
     Piece("links of meshes and tori", "data sheets", {(traffic, "_of_torus"): lambda *_: 1.0}),
-    Piece("ranks of tp meet in each layer", "fitted", constant(MEETING=50.0, LAUNCH_TP=0.0)),
+    Piece("ranks of tp meet in each layer", "fitted", constant(MEETING=50.0), fitted={"LAUNCH_TP": 0.0}),
     Piece("Winograd's products in fp32", "arXiv:1509.09308", constant(WINOGRAD=1.0)),
     Piece("convolutions' groups together", "assumed", constant(GROUPS_N=0.0)),
-    Piece("products and traffic of convolutions", "fitted", constant(CONVOLUTION=1.0, CONVOLUTION_VECTOR=1.0)),
+    Piece("products and traffic of convolutions", "fitted", fitted={"CONVOLUTION": 1.0, "CONVOLUTION_VECTOR": 1.0}),
     Piece(
         "the gradient of a convolution's image is a convolution",
         "NVIDIA, Convolutional Layers Guide",
         {(compute, "_gradient_of_inputs"): lambda _, shape, read: (shape.rows, shape.k, shape.n, read)},
     ),
-    Piece("convolutions over three dimensions", "fitted", constant(CONVOLUTION_3D=1.0)),
+    Piece("convolutions over three dimensions", "fitted", fitted={"CONVOLUTION_3D": 1.0}),
     Piece(
         "images with channels first in tf32",
         "NVIDIA, Convolutional Layers Guide; fitted",
-        constant(CONVOLUTION_TF32=1.0),
+        fitted={"CONVOLUTION_TF32": 1.0},
     ),
     Piece("narrow tiles beside tensor cores", "assumed", constant(NARROW_N=0)),
     Piece("adapters train less", "arXiv:2106.09685", layout=lambda layout: replace(layout, lora=0)),
-    Piece("the update", "bytes moved; fitted", constant(OPTIMIZER_PASSES=0.0)),
-    Piece("a fixed time of each step", "fitted", constant(STEP_S=0.0)),
+    Piece("the update", "bytes moved; fitted", fitted={"OPTIMIZER_PASSES": 0.0}),
+    Piece("a fixed time of each step", "fitted", fitted={"STEP_S": 0.0}),
 )
 
 
 @dataclass(frozen=True)
 class Errors:
-    """Errors by row, and the times of the model alone."""
+    """Errors by row, cold and calibrated, and the times of the model alone."""
 
-    by_row: Mapping[tuple[str, int], float]
+    cold: Mapping[tuple[str, int], float]
+    calibrated: Mapping[tuple[str, int], float]
     seconds: Mapping[tuple[str, int], float]
 
     @property
-    def mean(self) -> float:
-        """Of all rows."""
-        return mean(list(self.by_row.values()))
+    def means(self) -> tuple[float, float, float, float]:
+        """Cold and calibrated mean errors, of all rows and over tables."""
+        found = []
+        for errors in (self.cold, self.calibrated):
+            by_table: dict[str, list[float]] = {}
+            for (table, _), error in errors.items():
+                by_table.setdefault(table, []).append(error)
+            found += [mean(list(errors.values())), mean([mean(own) for own in by_table.values()])]
+        cold, cold_tables, calibrated, tables = found
+        return cold, cold_tables, calibrated, tables
 
-    @property
-    def over_tables(self) -> float:
-        """The mean of tables' means."""
-        tables = dict.fromkeys(table for table, _ in self.by_row)
-        return mean([mean([error for (of, _), error in self.by_row.items() if of == table]) for table in tables])
+
+COLUMNS = ("cold", "cold, tables", "calibrated", "calibrated, tables")
 
 
 def main() -> None:
@@ -185,39 +198,39 @@ def main() -> None:
     rows = [row for row in read(sorted(options.tables.glob("*.csv")))[0] if row.seconds]
     aside = set_aside(rows)
     whole = errors(rows, aside)
-    print(f"with all: mean error {whole.mean:.2%}, over tables {whole.over_tables:.2%}, {len(whole.by_row)} rows\n")
-    print(f"{'without':60}{'all rows':>10}{'tables':>9}{'rows moved':>12}{'their error':>18}  source")
+    print("with all: " + ", ".join(f"{name} {value:.2%}" for name, value in zip(COLUMNS, whole.means, strict=True)))
+    print(f"\n{'without':60}" + "".join(f"{name:>20}" for name in COLUMNS) + f"{'rows moved':>12}  source")
     found = {}
     for piece in PIECES:
-        with taken_out(piece):
-            without = errors(rows, aside, piece.layout)
+        without = errors(rows, aside, piece)
         moved = [row for row, time in without.seconds.items() if abs(time / whole.seconds[row] - 1) > MOVED]
-        before, after = (mean([each.by_row[row] for row in moved if row in each.by_row]) for each in (whole, without))
-        worth = without.mean - whole.mean, without.over_tables - whole.over_tables
-        found[piece.name] = {"all": worth[0], "tables": worth[1], "rows": len(moved), "before": before, "after": after}
-        print(
-            f"{piece.name:60}{worth[0]:+10.2%}{worth[1]:+9.2%}{len(moved):12}"
-            f"{f'{before:.1%} → {after:.1%}' if moved else '–':>18}  {piece.source}"
-        )
+        worth = [after - before for after, before in zip(without.means, whole.means, strict=True)]
+        found[piece.name] = {**dict(zip(COLUMNS, worth, strict=True)), "rows": len(moved), "source": piece.source}
+        print(f"{piece.name:60}" + "".join(f"{each:+20.2%}" for each in worth) + f"{len(moved):12}  {piece.source}")
     if options.json:
-        print(json.dumps({"mean_error": whole.mean, "mean_over_tables": whole.over_tables, "without": found}))
+        print(json.dumps({"with_all": dict(zip(COLUMNS, whole.means, strict=True)), "without": found}))
 
 
-def errors(
-    rows: Sequence[Row], aside: set[tuple[str, int]], changed: Callable[[Layout], Layout] = lambda layout: layout
-) -> Errors:
-    """Errors of the rows that are not set aside, with the factor of those that are."""
-    seconds = {row.place: predict_layout(changed(row.layout)).step_time_s for row in rows}
-    by_row = {}
-    for table in dict.fromkeys(row.table for row in rows):
-        own = [row for row in rows if row.table == table]
-        known = {id(row.layout): seconds[row.place] for row in own}
-        few = [row for row in own if row.place in aside]
-        factors = adjustment(few, lambda layout, known=known: known[id(layout)], rounds=0)  # type: ignore[misc]
-        for row in own:
-            if row.place not in aside and row.seconds:
-                by_row[row.place] = abs(seconds[row.place] * factors.factor(row.layout) / row.seconds - 1)
-    return Errors(by_row, seconds)
+def errors(rows: Sequence[Row], aside: set[tuple[str, int]], piece: Piece | None = None) -> Errors:
+    """Errors of the rows that are not set aside, without a piece."""
+    piece = piece or Piece("", "")
+    fits = json.loads(FITS.read_text(encoding="utf-8"))
+    cold, calibrated, seconds = {}, {}, {}
+    with taken_out(piece):
+        for table in dict.fromkeys(row.table for row in rows):
+            constants.fix({**constants.FITTED, **fits.get(source(table), {}), **piece.fitted})
+            own = [replace(row, layout=piece.layout(row.layout)) for row in rows if row.table == table]
+            factors = regression([row for row in own if row.place in aside and row.seconds], {}, {}, _seconds)
+            for row in own:
+                seconds[row.place] = step_time_s(row.layout)
+                if row.place not in aside and row.seconds:
+                    cold[row.place] = abs(seconds[row.place] / row.seconds - 1)
+                    calibrated[row.place] = abs(seconds[row.place] * factors.factor(row.layout) / row.seconds - 1)
+    return Errors(cold, calibrated, seconds)
+
+
+def _seconds(layout: Layout, _: Mapping[str, float]) -> float:
+    return step_time_s(layout)
 
 
 @contextmanager
@@ -227,12 +240,13 @@ def taken_out(piece: Piece) -> Iterator[None]:
     try:
         for (module, name), value in piece.patched.items():
             setattr(module, name, value)
-        with_constants({})
+        constants.forget()
         yield
     finally:
         for (module, name), value in kept.items():
             setattr(module, name, value)
-        with_constants({})
+        constants.forget()
+        constants.fix()
 
 
 if __name__ == "__main__":

@@ -2,7 +2,8 @@
 
 FLOPs at a fitted utilisation per family of devices, memory-bound terms, launches, exposed communication at the links'
 bandwidth, and the formula of the pipeline's bubble. It is given what any tool must know: the layout of a row,
-data-sheet figures, and sums over the model's trace. It is fitted, left out and calibrated by the same runs as the cost model.
+data-sheet figures, and sums over the model's trace. It is fitted, left out and calibrated by the same runs as the cost
+model.
 """
 
 from __future__ import annotations

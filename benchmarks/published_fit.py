@@ -113,7 +113,7 @@ def _values(moved: np.ndarray, spreads: np.ndarray) -> Values:
 
 
 def _errors(rows: Sequence[Row], moved: np.ndarray, spreads: np.ndarray) -> np.ndarray:
-    return np.array(_logs([row.layout for row in rows], _values(moved, spreads))) - _measured(rows)
+    return np.asarray(np.array(_logs([row.layout for row in rows], _values(moved, spreads))) - _measured(rows))
 
 
 def _measured(rows: Sequence[Row]) -> np.ndarray:

@@ -237,6 +237,7 @@ RATIO_SPREAD = 0.04
 COVERED = 0.8  # share of measured times inside of an interval
 
 _ROUNDS = 2  # linearizations of the cost model
+_FARTHEST = 1.25  # farthest that a constant moves, in its spreads
 _REWEIGHTED = 20  # rounds of weights for outliers
 _STEP = 0.02  # of a constant's logarithm, for derivatives
 
@@ -366,19 +367,22 @@ def regression(
     base = logs_with(start)
     slopes = [(logs_with({**start, name: value * math.exp(_STEP)}) - base) / _STEP for name, value in start.items()]
     design = np.hstack([np.reshape(slopes, (size, len(rows))).T * own, groups])
-    place, offset, values = np.zeros(design.shape[1]), measured - base, dict(start)
+    offset, values = measured - base, dict(start)
     for _ in range(_ROUNDS):
         place, influence = _ridge(design, offset)
+        place[:size] = np.clip(place[:size], -_FARTHEST, _FARTHEST)
         values = {name: float(start[name] * math.exp(x)) for name, x in zip(start, place[:size] * own, strict=True)}
         # the cost model is not linear: the next round fits what the linear model gets wrong
         offset = measured - logs_with(values) + design[:, :size] @ place[:size]
-    left = offset - design @ place
-    factor, *each = place[size:] * [FACTOR_SPREAD, *[KIND_SPREAD] * len(kinds)]
+    left = measured - logs_with(values)
+    place, _ = _ridge(groups, left)
+    errors = left - groups @ place
+    factor, *each = place * [FACTOR_SPREAD, *[KIND_SPREAD] * len(kinds)]
     logs = {_keys(layouts[0])[0]: float(factor)} | {
         kind: float(factor + own_factor) for kind, own_factor in zip(kinds, each, strict=True)
     }
-    errors = (float(error / math.sqrt(1 - min(part, 0.75))) for error, part in zip(left, influence, strict=True))
-    return Adjustment(values, logs, tuple(errors))
+    enlarged = (float(error / math.sqrt(1 - min(part, 0.75))) for error, part in zip(errors, influence, strict=True))
+    return Adjustment(values, logs, tuple(enlarged))
 
 
 def _ridge(design: Any, offset: Any) -> tuple[Any, Any]:

@@ -177,10 +177,7 @@ def runs(ratio: float, count: int) -> list[Row]:
 
 @pytest.mark.parametrize("ratio", [0.8, 1.25])
 def test_measured_runs_of_the_user_correct_memory_and_narrow_its_spread(ratio: float) -> None:
-    def seconds(layout: Layout) -> float:
-        return 1.0
-
-    few, many = (adjustment(runs(ratio, count), seconds) for count in (1, 20))
+    few, many = (adjustment(runs(ratio, count)) for count in (1, 20))
     assert SPREAD > few.memory_spread > many.memory_spread > 0
     assert abs(math.log(ratio)) > abs(math.log(many.memory_factor)) > abs(math.log(few.memory_factor)) > 0
 
@@ -195,7 +192,7 @@ def test_measured_runs_of_the_user_correct_memory_and_narrow_its_spread(ratio: f
 
 def test_runs_without_memory_change_nothing() -> None:
     timed: Any = replace(row(), memory_gib=None)
-    found = adjustment([timed] * 3, lambda layout: 1.0)
+    found = adjustment([timed] * 3)
     assert found.memory_factor == 1.0
     assert found.memory_spread == pytest.approx(SPREAD)
     assert MEASURED_SPREAD < SPREAD

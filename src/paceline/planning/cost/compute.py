@@ -162,7 +162,8 @@ def block_time(block: BlockTrace, config: BlockConfig) -> BlockTime:
     starts += constants.EXPERT_S * STACKS[config.stack].mixtures if block.experts else 0.0
     launch = kernels * config.floor_s * (1 + constants.LAUNCH_TP * (config.tp - 1))
     beside = attention + attention_backward + other + scores + cast + others_backward + 3 * starts
-    throttled = _throttled(products + products_backward, beside, 3 * launch, config)
+    # the clock of the forward pass does not depend on whether weights get gradients
+    throttled = _throttled(products + (2 * products if config.lora else products_backward), beside, 3 * launch, config)
     trained = 1.0 if block.trained else 0.0
     backward = products_backward * throttled + attention_backward + others_backward
     return BlockTime(

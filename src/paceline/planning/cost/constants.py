@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from functools import lru_cache
 from typing import Any, Literal, NamedTuple, TypeVar
 
-from paceline.planning.cost.fitted import FITTED
+from paceline.planning.cost.fitted import FITTED as FITTED
 
 
 class Assumed(NamedTuple):
@@ -101,8 +101,13 @@ def use(values: Mapping[str, float] | None = None) -> None:
     wanted = {**_assumed, **_base, **(values or {})}
     if any(globals().get(name) != value for name, value in wanted.items()):
         globals().update(wanted)
-        for clear in _clear:
-            clear()
+        forget()
+
+
+def forget() -> None:
+    """Drop cached results that depend on constants."""
+    for clear in _clear:
+        clear()
 
 
 def fix(values: Mapping[str, float] | None = None) -> None:
