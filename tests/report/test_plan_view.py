@@ -103,7 +103,7 @@ def test_the_pictures_hold_what_was_found_and_the_page_asks_for_nothing(shown: B
 @pytest.mark.needs_chromium
 def test_the_words_say_what_was_chosen_why_and_what_it_does_not_know(shown: Browser) -> None:
     browser = shown
-    told = "1.00 s a step on 16 × H100-SXM, as predicted, ± 27 % (80 %, by the cost model alone)."
+    told = "1.00 s a step on 16 × H100-SXM, as predicted, ± 34 % (80 %, by the cost model alone)."
     assert browser.one("#verdict").text == told
     assert "not measured" in browser.one("#warnings").text
     assert STOLEN in browser.one("#warnings").text

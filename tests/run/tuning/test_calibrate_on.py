@@ -12,7 +12,7 @@ from commands import paceline as command
 from commands import write_job
 from paceline.cluster.discover import discover
 from paceline.errors import PlanError
-from paceline.planning.cost.estimate import predict_layout
+from paceline.planning.cost.estimate import predict_layout, step_time_s
 from paceline.planning.tables import layouts as tables
 from paceline.planning.tables.layouts import Row
 from paceline.run.tuning.calibrate import calibrate_on, read_runs
@@ -55,7 +55,7 @@ def test_rows_that_were_slowed_by_1_3_give_1_3_and_the_interval_holds_the_others
     assert f"calibrated on {len(published[::3])} runs of runs" in said[0]
     for row in published:
         predicted = predict_layout(row.layout).step_time_s
-        corrected = factors.factor(row.layout) * predicted
+        corrected = factors.factor(row.layout) * step_time_s(row.layout, factors.constants)
         assert corrected == pytest.approx(1.3 * predicted, rel=0.05)
         assert 1.3 * predicted in factors.interval(row.layout, corrected)
 
