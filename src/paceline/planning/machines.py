@@ -386,7 +386,10 @@ def regression(
 
 
 def _ridge(design: Any, offset: Any) -> tuple[Any, Any]:
-    """Return the most likely place of parameters with unit priors, and the influence of each run on its own error."""
+    """Return the most likely parameters, which have unit priors.
+
+    The second value is the influence of each run on its own error.
+    """
     import numpy as np
 
     weights = np.ones(len(offset))

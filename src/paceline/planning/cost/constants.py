@@ -16,7 +16,7 @@ from paceline.planning.cost.fitted import FITTED as FITTED
 
 
 class Assumed(NamedTuple):
-    """Value that is assumed before any run is measured, and the standard deviation of its logarithm."""
+    """Value assumed before any run is measured, and the spread of its logarithm."""
 
     value: float
     spread: float
@@ -94,9 +94,9 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def use(values: Mapping[str, float] | None = None) -> None:
-    """Set fitted constants for the predictions that follow; those that `values` does not name are `FITTED`.
+    """Set fitted constants for the predictions that follow.
 
-    Each is an attribute of this module. Cached results that depend on them are dropped if a value changes.
+    Constants that `values` does not name are `FITTED`. Each is an attribute of this module. Cached results that depend on them are dropped if a value changes.
     """
     wanted = {**_assumed, **_base, **(values or {})}
     if any(globals().get(name) != value for name, value in wanted.items()):
@@ -111,14 +111,20 @@ def forget() -> None:
 
 
 def fix(values: Mapping[str, float] | None = None) -> None:
-    """Replace `FITTED` by other values, such as those of a fit without some runs; None restores it."""
+    """Replace `FITTED` by other values, such as those of a fit without some runs.
+
+    None restores it.
+    """
     global _base
     _base = FITTED if values is None else dict(values)
     use()
 
 
 def fitted(name: str | float) -> float:
-    """Return the value in use of a fitted constant; a number is returned as it is."""
+    """Return the value in use of a fitted constant.
+
+    A number is returned as it is.
+    """
     return float(globals()[name]) if isinstance(name, str) else name
 
 
