@@ -96,7 +96,8 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 def use(values: Mapping[str, float] | None = None) -> None:
     """Set fitted constants for the predictions that follow.
 
-    Constants that `values` does not name are `FITTED`. Each is an attribute of this module. Cached results that depend on them are dropped if a value changes.
+    Constants that `values` does not name are `FITTED`. Each is an attribute of this module. Cached results that depend
+    on them are dropped if a value changes.
     """
     wanted = {**_assumed, **_base, **(values or {})}
     if any(globals().get(name) != value for name, value in wanted.items()):
