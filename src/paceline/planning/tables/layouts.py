@@ -423,7 +423,7 @@ def framework_of(cells: Cells, device: Accelerator) -> Framework:
         profile = replace(profile, flash=True, attention=1)  # apex's fused attention supports any sequence length
     if re.search(r"LAUNCH_BLOCKING=1", notes):
         profile = replace(profile, blocking=True)
-    if re.search(r"(?<!no )cuda ?graphs", notes, re.IGNORECASE):
+    if re.search(r"(?<!no )cu[a-z]+ ?graphs", notes, re.IGNORECASE):
         profile = replace(profile, graphs=True)
     if re.search(r"async ?tp|userbuffers|tp-comm-overlap=True", f"{name} {notes}", re.IGNORECASE):
         profile = replace(profile, overlaps_tp=known.OVERLAPPED_TP)
