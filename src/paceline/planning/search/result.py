@@ -196,11 +196,9 @@ def why_it_loses(other: Candidate, winner: Candidate, measured: float = 1.0) -> 
     Differences are fractions of the recommended plan's step time.
 
     Args:
-        measured: additional factor on the plan's time, from measured runs that are similar to one of the two plans.
+        measured: additional factor on the plan's time from measured runs of its software, hardware and precision.
     """
-    told = (
-        [f"+{percent(measured - 1, 0)} according to measured runs of similar plans"] if measured - 1 >= _SMALL else []
-    )
+    told = [f"+{percent(measured - 1, 0)} according to measured runs"] if measured - 1 >= _SMALL else []
     step = winner.prediction.step_time_s
     more = {
         part: (s - winner.prediction.breakdown.get(part, 0.0)) / step for part, s in other.prediction.breakdown.items()
