@@ -226,6 +226,7 @@ def test_any_tables_in_the_same_columns_can_be_scored(
     assert figures["unusable_share"] == pytest.approx(1 / 3)
 
 
+@pytest.mark.timeout(600)
 def test_predictions_without_their_source_are_as_right_as_the_results_say() -> None:
     every, skipped = rows.read(sorted(rows.TABLES.glob("*.csv")))
     predicted = benchmark.predict(every, rows.set_aside(every))
@@ -247,6 +248,7 @@ def test_predictions_without_their_source_are_as_right_as_the_results_say() -> N
     assert figures["unusable_share"] <= 0.05
 
 
+@pytest.mark.timeout(600)
 def test_the_marks_hold_on_the_tables_that_tell_models_apart() -> None:
     names = (
         "vtrain_single_a100",
@@ -264,6 +266,7 @@ def test_the_marks_hold_on_the_tables_that_tell_models_apart() -> None:
     assert found.mean_error < found.null_mean_error / 3
 
 
+@pytest.mark.timeout(600)
 def test_pieces_that_were_taken_out_are_put_back(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     found, _ = rows.read([table(tmp_path, {}, {"micro_batch": "2"}) / "runs.csv"])
     before, moved = ablation.errors(found, set()), 0
