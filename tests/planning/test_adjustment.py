@@ -152,11 +152,19 @@ def test_one_odd_run_of_five_hardly_moves_the_result() -> None:
     assert interval(odd).relative > interval(usual).relative
 
 
+def test_how_far_off_an_outlier_is_does_not_change_the_interval_of_the_other_runs() -> None:
+    far, farther = (found([1.0] * 20 + [times]) for times in (5.0, 50.0))
+    assert interval(far).relative == pytest.approx(interval(farther).relative, rel=0.05)
+    assert interval(far).relative > interval(found([1.0] * 21)).relative
+
+
 def test_software_without_runs_gets_a_wider_interval() -> None:
     factors, other = found([1.3] * 10), of_framework("Another")
     assert 1.0 < times(factors, other) <= times(factors)
     mine, its = interval(factors), interval(factors, other)
     assert its.relative > mine.relative
+    # runs of other software hardly help on published runs, so they do not narrow what is without runs
+    assert its.relative == pytest.approx(interval(Adjustment(), other).relative)
     assert "of this software and hardware" in mine.rests_on
     assert "of other software" in its.rests_on
 

@@ -226,6 +226,8 @@ FACTOR_SPREAD, KIND_SPREAD, RUN_SPREAD, DEGREES, CONSTANT_SHARE = 0.05, 0.05, 0.
 # Prior standard deviations of log(measured / predicted), and the number of runs that the prior counts for: with
 # measured runs, and without (`benchmarks/published.py`, rows of sources that no constant was fitted to)
 SPREAD, COLD_SPREAD, SPREAD_RUNS = 0.12, 0.18, 3.0
+# Logarithm of measured / predicted up to which a run widens the interval: 80 % of the runs say little about outliers
+OUTLIER = 0.5
 # The same for CPU cores that were not measured. The catalogue does not know their overhead per step, and steps of small
 # models took up to 5.3 times as long as predicted. The 80 % interval reaches to 5 times the prediction.
 CORES_SPREAD = 1.0
@@ -285,20 +287,23 @@ class Adjustment:
 
     def interval(self, layout: Layout, step_time_s: float) -> Interval:
         """Return the 80 % interval of a corrected step time."""
-        known = _keys(layout)[0] in self.logs
-        found = len(self.errors) if known else 0
+        known, seen = (key in self.logs for key in _keys(layout))
+        found = len(self.errors) if seen else 0
         wide = student_quantile((1 + COVERED) / 2, SPREAD_RUNS + found) * self._spread_of(layout)
         return _around(step_time_s, wide, self._rests_on(layout) if known else "the cost model alone")
 
     def _spread_of(self, layout: Layout) -> float:
         """Return the standard deviation of a prediction's logarithm.
 
-        It is larger for a framework, device and precision without measured runs.
+        Runs of other software, hardware or precision do not narrow it: on published runs, predictions that were
+        corrected by another source's runs were as far off as uncorrected ones.
         """
-        if _keys(layout)[0] not in self.logs:
-            return CORES_SPREAD if layout.machines.device.is_core else COLD_SPREAD
-        seen = _keys(layout)[-1] in self.logs
-        return self.spread if seen else max(self.spread, min(COLD_SPREAD, math.hypot(self.spread, KIND_SPREAD)))
+        known, seen = (key in self.logs for key in _keys(layout))
+        if seen:
+            return self.spread
+        if layout.machines.device.is_core and not known:
+            return CORES_SPREAD
+        return max(self.spread if known else 0.0, COLD_SPREAD)
 
     def _rests_on(self, layout: Layout) -> str:
         kinds, own = [key for key in self.logs if len(key) > 1], _keys(layout)[-1]
@@ -311,7 +316,7 @@ class Adjustment:
     def spread(self) -> float:
         """Standard deviation of `errors`, combined with a prior."""
         assumed = SPREAD if self.errors else COLD_SPREAD
-        squares = SPREAD_RUNS * assumed**2 + sum(error**2 for error in self.errors)
+        squares = SPREAD_RUNS * assumed**2 + sum(min(abs(error), OUTLIER) ** 2 for error in self.errors)
         return math.sqrt(squares / (SPREAD_RUNS + len(self.errors)))
 
 
