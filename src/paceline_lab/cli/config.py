@@ -75,7 +75,9 @@ def write(
     ],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="File to write.")],
     cluster: ClusterName,
-    plan: Annotated[str | None, typer.Option(help="Plan to write.", show_default="the best plan")] = None,
+    plan: Annotated[
+        str | None, typer.Option(help="Plan to write.", show_default="the fastest plan that the system supports")
+    ] = None,
 ) -> None:
     """Write the plan of a job as a configuration of another system."""
     from paceline.cli.plan_screen import fitted
@@ -84,11 +86,14 @@ def write(
     from paceline.planning.plan import Plan
     from paceline.planning.prediction import layout_of
     from paceline.planning.search.search import search
+    from paceline_lab.configurations.systems import writes
 
     what = Job.load(job)
     place, _ = cluster_of(cluster, None)
     with Console(stderr=True).status("searching"):
-        parsed = Plan.parse(plan) if plan else search(what, place, top=1).best[0].plan
+        # the fastest plan may divide the batch as the system cannot
+        plans = [Plan.parse(plan)] if plan else [one.plan for one in search(what, place).best]
+    parsed = next((one for one in plans if writes(system, one, what)), plans[0])
     per_host = layout_of(what, place, parsed).machines.per_host
     write_config(system, out, parsed, what, per_host, fitted(Console()))
 

@@ -62,6 +62,14 @@ def test_a_configuration_needs_a_cluster(tmp_path: Path) -> None:
     assert shown.says("--cluster")
 
 
+def test_the_fastest_plan_that_the_other_system_supports_is_written(tmp_path: Path) -> None:
+    """The fastest plan of this job divides the batch into microbatches of 8/3 samples."""
+    job = Path(__file__).parents[3] / "examples" / "plan" / "llama_70b.yaml"
+    shown = paceline("config", "write", job, "megatron", "out.sh", "--cluster", "16x8xH100-SXM", folder=tmp_path)
+    assert shown.code == 0, shown.err
+    assert "--micro-batch-size" in (tmp_path / "out.sh").read_text()
+
+
 def test_the_plan_is_written_for_another_system(tmp_path: Path) -> None:
     shape = {"layers": 4, "hidden": 1024, "heads": 16, "seq": 1024, "vocab": 32000}
     job: dict[str, object] = {
